@@ -1,0 +1,123 @@
+"""Every field there is, with its unit. A method's file starts from here and says what differs.
+
+``get_config("tiny")`` shrinks model, batch and steps for one CPU core. Counts: ``train.groups`` is groups a step,
+``pool.rollouts_per_group`` rollouts a group, ``train.micro_rollouts`` rollouts a micro-batch.
+"""
+
+from ml_collections import ConfigDict
+
+VARIANTS = ("", "tiny")
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    """The base configuration. Raises ValueError for an unknown variant."""
+    if variant not in VARIANTS:
+        raise ValueError(f"config variant {variant!r} is unknown; allowed: {VARIANTS}")
+    config = ConfigDict()
+    config.seed = 0
+
+    config.model = model = ConfigDict()
+    model.family = "qwen3"  # RMSNorm, grouped-query attention with q/k norm, rotary positions, SwiGLU
+    model.vocab_size = 64  # at least the tokenizer's
+    model.layers = 4
+    model.width = 128
+    model.heads = 4
+    model.kv_heads = 2
+    model.head_size = 32
+    model.hidden = 384  # inner width of the SwiGLU block
+    model.rope_theta = 10_000.0
+    model.norm_epsilon = 1e-6
+    model.tied_head = True
+    model.dtype = "float32"  # of the compute; log-probs are float32 whatever stands here
+    model.param_dtype = "float32"  # of the master weights
+    model.remat = "none"  # none | full | dots: what the backward pass computes again
+    model.score_chunk_positions = 2048  # positions whose logits are alive at once
+
+    config.mesh = mesh = ConfigDict()  # devices on each axis; their product must be the number of devices used
+    mesh.data = 1
+    mesh.fsdp = 1
+    mesh.tensor = 1
+    mesh.expert = 1
+    mesh.context = 1
+
+    config.task = task = ConfigDict()
+    task.source = "jaxrl.tasks.reasoning"  # dotted name of a module with a TaskSource called `Source`
+    task.family = "chain_sum"  # a Reasoning Gym data set
+    task.parameters = ConfigDict(
+        {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}, convert_dict=False
+    )
+    task.seed = 0  # of the data set, not of the run: all seeds of a run share questions and splits
+    task.train_prompts = 8192  # distinct questions
+    task.held_out_prompts = 512
+    task.held_out_fraction = 0.1  # of the space of content hashes
+    task.reward = "exact"  # exact: 1 if score >= 1 else 0 | score: as the verifier gives it
+
+    config.pool = pool = ConfigDict()
+    pool.kind = "local"  # local: generate and verify in this process | recorded: read from pool.path
+    pool.path = ""  # recorded: directory of records; "" means demonstrations made from the task's train split
+    pool.local_dir = ""  # where records of this run go (a local disk); "" means <workdir>/pool
+    pool.rollouts_per_group = 8
+    pool.max_refills = 4  # rounds of refilling for groups that the algorithm refuses, then fewer are trained
+    pool.record = True  # keep the rollouts on disk
+    pool.tokenizer = "sentencepiece"  # trained on the task's text
+    pool.tokenizer_vocab_size = 64
+    pool.watchdog_s = 600.0  # seconds without a finished group before the run ends with an error
+
+    config.sampler = sampler = ConfigDict()
+    sampler.temperature = 1.0  # > 0; greedy is refused for training
+    sampler.max_new_tokens = 8
+    sampler.prompt_buckets = (32,)  # prompt lengths that are compiled; the longest is the limit
+    sampler.slots = 256  # sequences decoded side by side
+
+    config.algorithm = ConfigDict({"name": "grpo"})  # name and the fields of jaxrl/algorithms/<name>.py
+    config.scorers = ConfigDict()  # models besides the student: teacher, self, value; none needed so far
+
+    config.optimizer = optimizer = ConfigDict()
+    optimizer.name = "adamw"  # adamw | sgd
+    optimizer.learning_rate = 3e-4
+    optimizer.warmup_updates = 10
+    optimizer.decay_updates = 0  # cosine to final_fraction after warm-up; 0 keeps the rate constant
+    optimizer.final_fraction = 0.1
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.95
+    optimizer.epsilon = 1e-8
+    optimizer.weight_decay = 0.0
+    optimizer.clip_norm = 1.0  # global norm of the gradient
+    optimizer.freeze = ()  # regular expressions searched in parameter names: no gradient, no moments, no update
+
+    config.train = train = ConfigDict()
+    train.steps = 100
+    train.groups = 64
+    train.epochs = 1
+    train.minibatches = 1  # updates an epoch, cut at group borders
+    train.micro_rollouts = 512  # rollouts whose activations are alive at once
+    train.token_buckets = (48,)  # row lengths that are compiled; the longest is the limit
+
+    config.eval = evaluation = ConfigDict()
+    evaluation.every_steps = 0  # 0: before and after only
+    evaluation.prompts = 512
+    evaluation.samples = 4  # k of avg@k and pass@k
+    evaluation.temperature = 1.0
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.every_steps = 25
+    checkpoint.keep = 2
+    checkpoint.keep_weights = 2  # published weight directories
+
+    config.log = log = ConfigDict()
+    log.every_steps = 1
+    log.samples = 4  # rollouts shown as text
+    log.samples_every_steps = 10
+
+    # Phases run in this order on the same weights. phases.<name> overrides sections for that phase only.
+    config.phases = ConfigDict({"order": ("main",), "main": ConfigDict()})
+
+    if variant == "tiny":
+        model.update(layers=2, width=32, heads=2, kv_heads=1, head_size=16, hidden=64, score_chunk_positions=256)
+        task.update(train_prompts=64, held_out_prompts=16)
+        pool.update(rollouts_per_group=4)
+        sampler.update(max_new_tokens=4, slots=16)
+        train.update(steps=2, groups=4, micro_rollouts=16)
+        evaluation.update(prompts=8, samples=2)
+        checkpoint.every_steps = 1
+    return config

@@ -1,0 +1,1 @@
+"""jaxrl: language-model agents trained from experience, in JAX."""

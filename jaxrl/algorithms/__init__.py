@@ -1,0 +1,1 @@
+"""One file a method: kernels wired to the fields of a Batch."""

@@ -1,0 +1,74 @@
+"""What an algorithm is, and ``load(name)``: the file name is the registry.
+
+An algorithm is a plain frozen dataclass (hashable: a static argument of the jitted step) with at most four verbs:
+
+    observe(logits, taken)                 no gradient, before the updates of a take (or of each update)
+    credit(batch, observed)                no gradient, sees the whole take
+    read(logits, taken)                    differentiable, sees the vocabulary in chunks of positions
+    loss(reading, batch, observed, credit) differentiable, sees one micro-batch
+
+``logits`` maps a scorer to its logits at the same positions, already divided by the sampling temperature: ``"student"``
+for ("student", "plain"), else ``"who/view"``.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrl.batch import Batch, Credit
+
+Logits = Mapping[str, Float[Array, "position vocab"]]
+Reading = Mapping[str, Array]
+Diagnostics = Mapping[str, Array]
+
+
+class Algorithm(Protocol):
+    """The contract between an algorithm and ``train/step.py``."""
+
+    scorers: tuple[tuple[str, str], ...]  # (who, view) that `read` sees; ("student", "plain") first
+    observers: tuple[tuple[str, str], ...]  # (who, view) that `observe` sees; () means no such pass
+    refresh: Literal["take", "update"]  # how often observe and credit run
+    coupled: bool  # the loss mixes rollouts of a group: a micro-batch must hold whole groups
+    needs: tuple[str, ...]  # facts that the rollouts must carry; collate names what lacks
+
+    def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading: ...
+
+    def credit(self, batch: Batch, observed: Reading) -> Credit: ...
+
+    def read(self, logits: Logits, taken: Int[Array, " position"]) -> Reading: ...
+
+    def loss(
+        self, reading: Reading, batch: Batch, observed: Reading, credit: Credit
+    ) -> tuple[Float[Array, "row token"], Diagnostics]: ...
+
+    def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
+        """Host predicate on a finished group (dynamic sampling). Refused groups are voided and refilled."""
+        ...
+
+
+def names() -> list[str]:
+    """Algorithms that exist: one file each beside this one."""
+    package = importlib.import_module("jaxrl.algorithms")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "contract")
+
+
+def load(name: str, **parameters: Any) -> Algorithm:
+    """Build ``jaxrl/algorithms/<name>.py``'s ``Algorithm``.
+
+    Raises ValueError naming the algorithms that exist if there is no such file; TypeError naming the field if a parameter
+    is missing or unknown.
+    """
+    if name not in names():
+        raise ValueError(f"algorithm.name={name!r} is unknown; allowed: {', '.join(names())}")
+    kind = importlib.import_module(f"jaxrl.algorithms.{name}").Algorithm
+    fields = [field.name for field in dataclasses.fields(kind)]
+    unknown = sorted(set(parameters) - set(fields))
+    missing = sorted(set(fields) - set(parameters))
+    if unknown or missing:
+        raise TypeError(f"algorithm {name!r} takes {fields}; unknown: {unknown}; missing: {missing}")
+    return kind(**parameters)

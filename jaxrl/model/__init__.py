@@ -1,0 +1,1 @@
+"""The decoder: scoring and sampling. The only room that imports flax."""

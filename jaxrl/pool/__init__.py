@@ -1,0 +1,1 @@
+"""Rollouts from outside the trainer. No jax here."""

@@ -1,0 +1,91 @@
+"""What the trainer asks of a pool, and what a pool asks of a generator. No jax: both sides may live elsewhere."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.pool.rollout import Rollout, StopReason, Version
+
+
+class PoolError(RuntimeError):
+    """The pool cannot go on; the message holds the root cause."""
+
+
+class PoolEnd(Exception):
+    """There is nothing left to take: an explicit end, never a wait."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The rollouts of one prompt instance."""
+
+    id: int
+    content_hash: str
+    rollouts: Sequence[Rollout]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What one step consumed: goes into the checkpoint, so that nothing is trained twice or lost."""
+
+    step: int
+    groups: Sequence[tuple[int, str]]  # (group id, content hash of the group's rollouts)
+    counts: Mapping[str, int]  # filtered, refilled, rejected_ragged, rejected_long, failed, ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sample to generate. Its key is fold_in(seed, group, sample, token): no slot, no attempt."""
+
+    prompt: Sequence[int]
+    group: int
+    sample: int
+    temperature: float  # 0 is greedy and allowed for evaluation only
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """Sampled ids with the sampled terminator kept; log-probs under the sampling temperature, full vocabulary."""
+
+    tokens: np.ndarray  # int32 [new]
+    logp: np.ndarray  # float32 [new]
+    version: Version
+    stop_reason: StopReason  # STOP or LENGTH
+
+
+class Generator(Protocol):
+    """A generation engine: ids in, ids and log-probs out."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+    def load(self, version: Version, path: str) -> None:
+        """Take new weights from a published directory; refuses a digest that does not match."""
+        ...
+
+
+class RolloutPool(Protocol):
+    """The pool as the trainer sees it."""
+
+    def take(self, n: int, step: int) -> tuple[list[Group], Manifest]:
+        """At most n finished groups for this step; fewer only when refills or data ran out. Raises PoolEnd, PoolError."""
+        ...
+
+    def commit(self, step: int) -> None:
+        """The step's checkpoint is complete (or the step is covered by policy): its groups are never handed out again."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state for the checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def publish(self, version: Version, path: str) -> None:
+        """New weights are at path."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Prompts and their verifiers, one file a source. No jax here."""

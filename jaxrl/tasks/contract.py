@@ -1,0 +1,48 @@
+"""What a task source is: prompts, a verifier, and splits by content hash."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "held_out"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One question. ``content_hash`` is of the prompt's text, and alone decides the split."""
+
+    key: str
+    source: str
+    split: Split
+    prompt: str
+    answer: str  # a right answer, for supervised warm starts
+    content_hash: str
+    metadata: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """``score`` as the verifier gives it; ``correct`` is score >= 1, which is what accuracy counts."""
+
+    score: float
+    correct: bool
+    components: Mapping[str, float]
+
+
+class TaskSource(Protocol):
+    """Prompts with their verifier."""
+
+    def tasks(self, split: Split) -> Sequence[Task]: ...
+
+    def verify(self, task: Task, response: str) -> Verdict: ...
+
+
+def content_hash(text: str) -> str:
+    """Hex digest (16 characters) of a prompt's text."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def split_of(digest: str, held_out_fraction: float) -> Split:
+    """The split that a content hash falls into: the same for every seed, order and size of the data set."""
+    return "held_out" if int(digest, 16) < held_out_fraction * 2**64 else "train"
