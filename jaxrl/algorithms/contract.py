@@ -7,6 +7,11 @@ An algorithm is a plain frozen dataclass (hashable: a static argument of the jit
     read(logits, taken)                    differentiable, sees the vocabulary in chunks of positions
     loss(reading, batch, observed, credit) differentiable, sees one micro-batch
 
+With ``refresh = "update"`` observe and credit see the rollouts of one update. ``observed`` then holds what observe
+returned, read anew with the weights at the start of that update, and the same names under ``start/`` as they were at the
+start of the take: an anchor that must not move is ``observed["start/logp"]``. With ``refresh = "take"`` there is no
+``start/``: everything was read at the start of the take.
+
 ``logits`` maps a scorer to its logits at the same positions, already divided by the sampling temperature: ``"student"``
 for ("student", "plain"), else ``"who/view"``.
 """
