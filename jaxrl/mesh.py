@@ -1,0 +1,128 @@
+"""Where arrays live: mesh axes, the map from logical to mesh axes, and placing trees of arrays.
+
+Axes are Auto, said explicitly: ``jax.make_mesh`` may default to Explicit, under which every formula would have to name
+shardings. Parameters carry logical axis names; only this file knows what they mean on a mesh.
+
+    data     copies of the parameters, rows of the batch split
+    fsdp     parameters split along their width, rows of the batch split too
+    tensor   heads, inner width and vocabulary split
+    expert   experts split (no dense parameter uses it)
+    context  tokens of a row split (nothing uses it yet)
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor", "expert", "context")
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Logical axis -> mesh axes, () being replicated. Raises ValueError for a mesh axis that does not exist."""
+
+    rows: MeshAxes = ("data", "fsdp")  # rows of a batch, slots of the sampler
+    embed: MeshAxes = ("fsdp",)
+    heads: MeshAxes = ("tensor",)
+    kv_heads: MeshAxes = ("tensor",)
+    head: MeshAxes = ()
+    mlp: MeshAxes = ("tensor",)
+    vocab: MeshAxes = ("tensor",)
+    layers: MeshAxes = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            axes = self[field.name]
+            if not set(axes) <= set(AXES) or len(set(axes)) < len(axes):
+                raise ValueError(
+                    f"rules.{field.name}={axes!r}: allowed are distinct axes of {AXES}"
+                )
+
+    def __getitem__(self, logical: str) -> MeshAxes:
+        """Mesh axes of a logical axis. Raises ValueError naming the logical axes that exist."""
+        known = {field.name: field for field in dataclasses.fields(self)}
+        if logical not in known:
+            raise ValueError(f"logical axis {logical!r} is unknown; allowed: {', '.join(known)}")
+        return dataclasses.asdict(self)[logical]
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over all of ``devices`` (default: every device there is); axes that are not named have size 1.
+
+    Raises ValueError for an unknown axis, a size below 1, or a product that is not the number of devices.
+    """
+    unknown = sorted(set(sizes) - set(AXES))
+    if unknown:
+        raise ValueError(f"mesh axes {unknown} are unknown; allowed: {AXES}")
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    for axis, size in zip(AXES, shape, strict=True):
+        if size < 1:
+            raise ValueError(f"mesh.{axis}={size} is not allowed: at least 1")
+    devices = jax.devices() if devices is None else list(devices)
+    if math.prod(shape) != len(devices):
+        stated = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+        raise ValueError(
+            f"{stated}: the product is {math.prod(shape)}, but {len(devices)} devices are given; they must be equal"
+        )
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def spec(logical: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
+    """Logical axes of an array -> PartitionSpec. Raises ValueError if two of its axes claim one mesh axis."""
+    entries = [rules[name] if name is not None else () for name in logical]
+    claimed = [axis for entry in entries for axis in entry]
+    twice = sorted({axis for axis in claimed if claimed.count(axis) > 1})
+    if twice:
+        raise ValueError(f"logical axes {logical} claim mesh axes {twice} more than once")
+    return PartitionSpec(
+        *(entry if len(entry) > 1 else (entry[0] if entry else None) for entry in entries)
+    )
+
+
+def ways(mesh: Mesh | None, axes: MeshAxes) -> int:
+    """Into how many parts ``axes`` split an array; 1 without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+
+
+def require_divisible(field: str, value: int, mesh: Mesh | None, axes: MeshAxes) -> None:
+    """Raise ValueError naming the field, its value and what is allowed, if ``axes`` do not divide it."""
+    parts = ways(mesh, axes)
+    if value % parts:
+        below, above = value // parts * parts, (value // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        named = " * ".join(f"mesh.{axis}" for axis in axes)
+        raise ValueError(
+            f"{field}={value} must be a multiple of {named} = {parts}; nearest allowed: {nearest}"
+        )
+
+
+def batch_sharding(mesh: Mesh, rules: Rules | None = None) -> NamedSharding:
+    """Sharding of arrays whose first axis is rows or rollouts: split over ``data`` and ``fsdp``."""
+    return NamedSharding(mesh, spec(("rows",), rules or Rules()))
+
+
+def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    """Put a tree of arrays on the mesh; ``specs`` is one PartitionSpec for all or a tree like ``tree``.
+
+    Raises ValueError naming the leaf if an axis of it does not divide by its mesh axes.
+    """
+    if isinstance(specs, PartitionSpec):
+        one = specs
+        specs = jax.tree.map(lambda _: one, tree)
+
+    def put(path: Any, leaf: Any, entry: PartitionSpec) -> jax.Array:
+        for axis, names in enumerate(entry):
+            if names is not None:
+                axes = (names,) if isinstance(names, str) else tuple(names)
+                require_divisible(
+                    f"{jax.tree_util.keystr(path)}.shape[{axis}]", leaf.shape[axis], mesh, axes
+                )
+        return jax.device_put(leaf, NamedSharding(mesh, entry))
+
+    return jax.tree_util.tree_map_with_path(put, tree, specs)

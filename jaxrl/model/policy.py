@@ -1,0 +1,266 @@
+"""The model as pure functions of flat parameters: init, score, and what the sampler needs. Logits of training live here only.
+
+``score`` runs each scorer's trunk once, then walks over chunks of positions under ``jax.checkpoint``: only a chunk's logits
+exist at any time, in the forward pass and in the backward pass, so no ``[rollout token vocab]`` array is ever formed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxrl.batch import Batch
+from jaxrl.mesh import Rules, require_divisible, spec, ways
+from jaxrl.model import transformer
+from jaxrl.model.transformer import DTYPES, ModelConfig, Params
+
+Read = Callable[[Mapping[str, Array], Array], Mapping[str, Array]]
+Cache = tuple[tuple[Array, Array], ...]  # for each layer keys and values, [slot kv_head place size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A model form on a mesh, without arrays; hashable, hence a static argument of jitted functions."""
+
+    config: ModelConfig
+    mesh: Mesh | None
+    rules: Rules
+
+    @property
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Logical axes of each parameter."""
+        return transformer.logical_axes(self.config)
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each parameter."""
+        return transformer.shapes(self.config)
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """Partition of each parameter."""
+        return {name: spec(axes, self.rules) for name, axes in self.axes.items()}
+
+    @property
+    def shardings(self) -> dict[str, NamedSharding] | None:
+        """Sharding of each parameter; None without a mesh."""
+        if self.mesh is None:
+            return None
+        return {name: NamedSharding(self.mesh, entry) for name, entry in self.specs.items()}
+
+    def init(self, key: Array) -> dict[str, Array]:
+        """Parameters from a typed key, born in their shardings; the same bits on any mesh."""
+        return jax.jit(transformer.initialise, static_argnums=0, out_shardings=self.shardings)(
+            self.config, key
+        )
+
+    def constrain(self, x: Array, logical: tuple[str | None, ...]) -> Array:
+        """State where an array lives; the same array without a mesh."""
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh, spec(logical, self.rules))
+        )
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "row token"],
+        position: Int[Array, "row token"],
+        segment: Int[Array, "row token"],
+    ) -> Float[Array, "row token embed"]:
+        """Last hidden states. Raises ValueError if the rows do not divide over the mesh."""
+        require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
+        model = transformer.bind(self.config, params)
+        return model.hidden(
+            tokens, position, segment, lambda x: self.constrain(x, ("rows", None, None))
+        )
+
+    def logits(
+        self, params: Params, hidden: Float[Array, "position embed"]
+    ) -> Float[Array, "position vocab"]:
+        """Float32 logits of a few positions."""
+        return transformer.bind(self.config, params).logits(hidden)
+
+    def score(
+        self,
+        params: Mapping[str, Params],
+        batch: Batch,
+        read: Read,
+        scorers: Sequence[tuple[str, str]],
+    ) -> dict[str, Array]:
+        """What ``read`` says of each token, ``x[j]`` belonging to token j.
+
+        ``params`` maps who scores to flat parameters. ``read(logits, taken)`` sees a chunk: ``logits[name][position vocab]``
+        in float32, divided by the temperature of the token they predict, and the ids taken there; it returns arrays whose
+        first axis is position. A scorer's name is "student" for ("student", "plain"), else "who/view".
+
+        x is 0 where there is nothing to score: padding, the first token of a segment (nothing of its segment comes before),
+        and tokens that a view of the scorers does not hold.
+        """
+        scored = begun(batch.segment)
+        states: dict[str, Array] = {}
+        heads = {who: transformer.bind(self.config, params[who]) for who, _ in scorers}
+        for who, view in scorers:
+            states[scorer_name(who, view)], held = self._before(params[who], batch, view)
+            scored = scored & held
+        owner = {scorer_name(who, view): who for who, view in scorers}
+        rows, tokens = batch.tokens.shape
+        cut, join = self._chunks(rows, tokens)
+
+        @jax.checkpoint
+        def look(piece: tuple[dict[str, Array], Array, Array]) -> Mapping[str, Array]:
+            hidden, taken, temperature = piece
+            logits = {
+                name: heads[owner[name]].logits(x) / temperature[:, None]
+                for name, x in hidden.items()
+            }
+            return read(logits, taken)
+
+        pieces = jax.tree.map(
+            cut, (states, batch.tokens, jnp.where(scored, batch.temperature, 1.0))
+        )
+        found = jax.lax.map(look, pieces)
+
+        def finish(x: Array) -> Array:
+            x = join(x)
+            return jnp.where(
+                scored.reshape(scored.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
+            )
+
+        return {name: finish(x) for name, x in found.items()}
+
+    def _before(self, params: Params, batch: Batch, view: str) -> tuple[Array, Array]:
+        """Hidden state just before each token of the plain row, and whether the view holds such a place."""
+        if view == "plain":
+            states = self.hidden(params, batch.tokens, batch.position, batch.segment)
+            return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1], jnp.ones(
+                batch.tokens.shape, bool
+            )
+        if view not in batch.views:
+            raise ValueError(f"view {view!r} is not in the batch; it holds: {sorted(batch.views)}")
+        held = batch.views[view]
+        states = self.hidden(params, held.tokens, held.position, held.segment)
+        before = jnp.maximum(held.index - 1, 0)
+        return jnp.take_along_axis(states, before[:, :, None], axis=1), held.index > 0
+
+    def _chunks(
+        self, rows: int, tokens: int
+    ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+        """Functions that cut [row token ...] into [chunk position ...] and join it again.
+
+        A chunk takes a few tokens of every row, or, if the rows alone are too many, every n-th row: each device keeps its
+        own rows in both cases and nothing moves between devices.
+        """
+        devices = ways(self.mesh, self.rules.rows)
+        local, limit = rows // devices, self.config.score_chunk_positions
+        strides = next(n for n in range(1, local + 1) if local % n == 0 and local // n <= limit)
+        count = -(-tokens // max(1, limit // (local // strides)))
+        width = -(-tokens // count)
+
+        def cut(x: Array) -> Array:
+            x = jnp.pad(
+                x, ((0, 0), (0, count * width - tokens)) + ((0, 0),) * (x.ndim - 2), mode="edge"
+            )
+            x = x.reshape(rows // strides, strides, count, width, *x.shape[2:])
+            x = jnp.moveaxis(x, (1, 2), (0, 1))
+            return x.reshape(strides * count, rows // strides * width, *x.shape[4:])
+
+        def join(x: Array) -> Array:
+            x = x.reshape(strides, count, rows // strides, width, *x.shape[2:])
+            x = jnp.moveaxis(x, (0, 1), (1, 2))
+            return x.reshape(rows, count * width, *x.shape[4:])[:, :tokens]
+
+        return cut, join
+
+    def prefill(
+        self, params: Params, tokens: Int[Array, "row token"], length: Int[Array, " row"]
+    ) -> tuple[Float[Array, "row vocab"], Cache]:
+        """Logits after each prompt's last token, and the prompts' keys and values ``[row kv_head token size]``.
+
+        Prompts start at column 0 and are padded on the right; only one position a row reaches the head.
+        """
+        model = transformer.bind(self.config, params)
+        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        inside = columns < length[:, None]
+        mask = transformer.visible(inside.astype(jnp.int32))
+        x, cache = model.embed(tokens), []
+        for layer in model.layers():
+            x, keys, values = layer(
+                x, jnp.where(inside, columns, 0), mask, lambda key, value: (key, value)
+            )
+            cache.append((keys, values))
+        last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
+        return model.logits(model.norm(last)), tuple(cache)
+
+    def decoder(self, params: Params) -> Callable[[Array, Array, Cache], tuple[Array, Cache]]:
+        """One decoding step: (token [slot], place [slot], cache) -> (logits [slot vocab] in float32, cache).
+
+        The token's keys and values go to ``place``; it sees places up to its own. The layers are taken apart here, once,
+        so that a loop around the step does not slice them again.
+        """
+        model = transformer.bind(self.config, params)
+        layers = model.layers()
+
+        def step(token: Array, place: Array, cache: Cache) -> tuple[Array, Cache]:
+            slot = jnp.arange(token.shape[0])
+            mask = jnp.arange(cache[0][0].shape[2])[None, None, :] <= place[:, None, None]
+            x, grown = model.embed(token[:, None]), []
+            for layer, (old_keys, old_values) in zip(layers, cache, strict=True):
+
+                def write(
+                    key: Array, value: Array, keys: Any = old_keys, values: Any = old_values
+                ) -> Any:
+                    return keys.at[slot, :, place].set(key[:, :, 0]), values.at[slot, :, place].set(
+                        value[:, :, 0]
+                    )
+
+                x, keys, values = layer(x, place[:, None], mask, write)
+                grown.append((keys, values))
+            return model.logits(model.norm(x[:, 0])), tuple(grown)
+
+        return step
+
+    def empty_cache(self, slots: int, places: int) -> Cache:
+        """Zeroed keys and values of the compute dtype, slots split like rows and heads like parameters."""
+        shape = (slots, self.config.kv_heads, places, self.config.head_size)
+        sharding = None
+        if self.mesh is not None:
+            sharding = NamedSharding(
+                self.mesh, spec(("rows", "kv_heads", None, "head"), self.rules)
+            )
+        new = lambda: jnp.zeros(shape, DTYPES[self.config.dtype], device=sharding)  # noqa: E731
+        return tuple((new(), new()) for _ in range(self.config.layers))
+
+
+def scorer_name(who: str, view: str) -> str:
+    """The key of a scorer's logits: "student" for the student on the plain row, else "who/view"."""
+    return who if (who, view) == ("student", "plain") else f"{who}/{view}"
+
+
+def begun(segment: Int[Array, "row token"]) -> Array:
+    """True where an earlier token of the same segment exists, so that there is a prediction of this one."""
+    before = jnp.pad(segment, ((0, 0), (1, 0)))[:, :-1]
+    return (segment != 0) & (segment == before)
+
+
+def build(config: ModelConfig, mesh: Mesh | None, rules: Rules) -> Policy:
+    """A policy. Raises ValueError naming the field, its value and what is allowed if the mesh does not divide the model."""
+    sizes = {
+        "embed": ("model.width", config.width),
+        "heads": ("model.heads", config.heads),
+        "kv_heads": ("model.kv_heads", config.kv_heads),
+        "head": ("model.head_size", config.head_size),
+        "mlp": ("model.hidden", config.hidden),
+        "vocab": ("model.vocab_size", config.vocab_size),
+        "layers": ("model.layers", config.layers),
+    }
+    for logical, (field, value) in sizes.items():
+        require_divisible(field, value, mesh, rules[logical])
+    policy = Policy(config, mesh, rules)
+    policy.specs  # noqa: B018 - raises if two axes of a parameter claim one mesh axis
+    return policy
