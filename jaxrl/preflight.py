@@ -1,7 +1,7 @@
-"""Can this machine install jaxrl? ``python3 -m jaxrl.preflight`` answers before anything is installed.
+"""Can this machine install jaxrl? ``python3 -m jaxrl.preflight`` answers before pip runs.
 
-One dependency of the tasks (reasoning-gym's pycosat) has no wheels and is compiled, so a C compiler and
-Python's headers are needed. Without this check pip would say so after hundreds of lines.
+One dependency of the tasks (reasoning-gym's pycosat) has no wheels and is compiled, so a C compiler
+and Python's headers are needed. Without this check pip would say so after hundreds of lines.
 """
 
 # Standard library only; and an old Python must be able to read this file to be told that it is old.
