@@ -1,0 +1,104 @@
+"""Every config builds, locks, is understood by the trainer and runs as :tiny; so do sweeps."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import base
+from jaxrl.algorithms import contract
+from jaxrl.train import rounds, settings
+
+ROOT = Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "base")
+SWEEPS = sorted(path.stem for path in (ROOT / "experiments").glob("*.py"))
+
+
+def build(name: str, variant: str) -> ConfigDict:
+    return importlib.import_module(f"configs.{name}").get_config(variant).lock()
+
+
+def test_every_algorithm_has_a_config():
+    assert set(contract.names()) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("variant", base.VARIANTS)
+def test_it_is_understood(name, variant):
+    phases = settings.phases(build(name, variant))
+    for phase in phases:
+        contract.load(**phase.algorithm)
+        longest = phase.sampler.prompt_buckets[-1] + phase.sampler.max_new_tokens
+        assert longest <= phase.train.token_buckets[-1], "a rollout may not fit into its bucket"
+        assert phase.train.groups % phase.train.minibatches == 0
+    if name in contract.names():
+        assert phases[-1].algorithm["name"] == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_sections_are_those_of_base(name):
+    # A method says what differs; a field that base.py does not explain may only be the algorithm's.
+    config, explained = build(name, "").to_dict(), base.get_config("").to_dict()
+    assert set(config) == set(explained)
+    for section in set(config) - {"seed", "algorithm", "phases"}:
+        assert set(config[section]) == set(explained[section]), section
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_opens_with_its_command_and_its_numbers(name):
+    text = importlib.import_module(f"configs.{name}").__doc__
+    command = rf"python -m jaxrl\.launch --config configs/{name}\.py --workdir \S+\n"
+    assert re.search(command + r"Takes: .+   Reaches: .+", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_that_does_not_exist_is_refused(name):
+    with pytest.raises(ValueError, match="'huge'.*allowed.*tiny"):
+        build(name, "huge")
+
+
+def test_a_misspelt_field_is_refused():
+    config = build("gvpo", "tiny")
+    with pytest.raises(AttributeError, match='Did you mean "beta" instead of "betta"'):
+        config.algorithm.betta = 0.1
+    with pytest.raises(KeyError, match='Did you mean "optimizer"'):
+        config.update({"optimiser": {}})
+
+
+def test_a_misspelt_flag_is_refused_by_launch(tmp_path):
+    words = "-m jaxrl.launch --config configs/gvpo.py:tiny --config.algorithm.betta=0.1 --workdir"
+    run = subprocess.run(
+        [sys.executable, *words.split(), str(tmp_path / "run")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0 and 'Did you mean "beta" instead of "betta"' in run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_changes_fields_that_exist(name):
+    experiment = importlib.import_module(f"experiments.{name}")
+    assert re.search(r"^Result: ", experiment.__doc__, re.MULTILINE)
+    sweep = experiment.sweep()
+    assert len({json.dumps(overrides, sort_keys=True) for overrides in sweep}) == len(sweep) > 1
+    for overrides in sweep:
+        config = build(Path(experiment.BASE).stem, "")
+        config.update_from_flattened_dict(overrides)
+        for phase in settings.phases(config):
+            contract.load(**phase.algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_takes_its_steps_as_tiny(name, tmp_path):
+    config = build(name, "tiny")
+    summary = rounds.run(config, str(tmp_path))
+    assert summary["steps"] == settings.phases(config)[-1].last_step
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
