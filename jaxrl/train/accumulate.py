@@ -1,0 +1,205 @@
+"""Cutting a take into micro-batches, scoring them one after another, and ADDING what they give.
+
+The one reduction is here: ``(token_loss * weight).sum()``. Weights carry the denominators of the
+whole update, so that losses, gradients and diagnostics of micro-batches are added, never averaged.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxrl.algorithms.contract import Algorithm, Reading
+from jaxrl.batch import Batch, Credit
+from jaxrl.train.state import STUDENT, Params, Scorer
+
+# Names that no kernel gives: they have a slash.
+ADVANTAGE = "credit/advantage"
+ADVANTAGE_SQUARE = "credit/advantage_square"
+
+Models = Mapping[str, Params]
+Taken = tuple[Batch, Reading, Credit | None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """A weighted mean and a peak in the making; those of disjoint parts are added and maxed."""
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+    peak: Float[Array, ""]
+
+    @property
+    def mean(self) -> Float[Array, ""]:
+        """0 where nothing counts."""
+        return jnp.where(
+            self.weight > 0, self.total / jnp.where(self.weight > 0, self.weight, 1), 0
+        )
+
+    @property
+    def top(self) -> Float[Array, ""]:
+        """The largest value that counts; 0 where nothing does."""
+        return jnp.where(self.weight > 0, self.peak, 0)
+
+    def only_if(self, counts: Array) -> "Tally":
+        """The same, or one of nothing."""
+        nothing = Tally(jnp.zeros(()), jnp.zeros(()), jnp.full((), -jnp.inf))
+        return jax.tree.map(lambda x, none: jnp.where(counts, x, none), self, nothing)
+
+
+def tally(x: Array, weight: Array) -> Tally:
+    """Count ``x`` with the size of ``weight``; where that is 0, ``x`` may be anything."""
+    size = jnp.abs(weight).astype(jnp.float32)
+    x = jnp.where(size > 0, x.astype(jnp.float32), 0)
+    return Tally((x * size).sum(), size.sum(), jnp.where(size > 0, x, -jnp.inf).max())
+
+
+def combine(a: Mapping[str, Tally], b: Mapping[str, Tally]) -> dict[str, Tally]:
+    """Tallies of two disjoint parts -> those of both."""
+    return {
+        name: Tally(
+            a[name].total + b[name].total,
+            a[name].weight + b[name].weight,
+            jnp.maximum(a[name].peak, b[name].peak),
+        )
+        for name in a
+    }
+
+
+def sanitised(batch: Batch) -> Batch:
+    """Zero what no valid token or rollout vouches for, so that garbage in padding reaches no
+    formula (0 * NaN is NaN)."""
+    valid_row = batch.valid[batch.rollout]
+
+    def select(x: Array) -> Array:
+        valid = batch.valid if x.shape[0] == batch.valid.shape[0] else valid_row
+        return jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+    return dataclasses.replace(
+        batch,
+        reward=select(batch.reward),
+        sampler_logp=jnp.where(batch.acted, batch.sampler_logp, 0),
+        facts={name: select(fact) for name, fact in batch.facts.items()},
+    )
+
+
+def cut(tree: Any, parts: int, rows: NamedSharding) -> Any:
+    """Leading axis [n] -> [parts, n / parts], each part spread over the devices as ``rows``
+    says."""
+    spread = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))
+
+    def one(x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(
+            x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), spread
+        )
+
+    return jax.tree.map(one, tree)
+
+
+def cut_taken(taken: Taken, parts: int, rows: NamedSharding) -> Taken:
+    """``cut`` for what belongs together: whole records move, and each part counts its rollouts from
+    0."""
+    batch, observed, credit = cut(taken, parts, rows)
+    first = jnp.arange(parts, dtype=batch.rollout.dtype) * batch.valid.shape[1]
+    return dataclasses.replace(batch, rollout=batch.rollout - first[:, None]), observed, credit
+
+
+def _select(reading: Reading, batch: Batch) -> Reading:
+    """A reading where there is a token to read, 0 elsewhere."""
+    scored = (batch.segment > 0) & batch.valid[batch.rollout][:, None]
+    return {
+        name: jnp.where(scored.reshape(*scored.shape, *(1,) * (x.ndim - 2)), x, 0)
+        for name, x in reading.items()
+    }
+
+
+def observe(
+    policy: Scorer,
+    algorithm: Algorithm,
+    models: Models,
+    batch: Batch,
+    parts: int,
+    rows: NamedSharding,
+) -> Reading:
+    """``algorithm.observe`` over the whole of ``batch``, ``parts`` slices after each other, without
+    gradient."""
+    if not algorithm.observers:
+        return {}
+
+    def one(part: Batch) -> Reading:
+        return _select(policy.score(models, part, algorithm.observe, algorithm.observers), part)
+
+    (parts_of_batch, _, _) = cut_taken((batch, {}, None), parts, rows)
+    readings = jax.lax.map(one, parts_of_batch)
+    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), readings)
+    return jax.lax.stop_gradient(jax.lax.with_sharding_constraint(joined, rows))
+
+
+def _tallies(diagnostics: Mapping[str, Array], batch: Batch, credit: Credit) -> dict[str, Tally]:
+    """Diagnostics under the loss's own weights ([rollout]: the summed size of its tokens'), and the
+    advantage."""
+    size = jnp.abs(credit.weight)
+    of_rollout = jnp.zeros(batch.valid.shape, size.dtype).at[batch.rollout].add(size.sum(-1))
+    counted = {
+        name: tally(jax.lax.stop_gradient(x), size if x.ndim == 2 else of_rollout)
+        for name, x in diagnostics.items()
+    }
+    advantage = credit.advantage.astype(jnp.float32)
+    return counted | {
+        ADVANTAGE: tally(advantage, batch.acted),
+        ADVANTAGE_SQUARE: tally(advantage**2, batch.acted),
+    }
+
+
+def gradient(
+    policy: Scorer,
+    algorithm: Algorithm,
+    models: Models,
+    trainable: Params,
+    taken: Taken,
+    parts: int,
+    rows: NamedSharding,
+) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
+    """Loss of one update, its gradient by ``trainable`` (float32), and tallies; summed over
+    ``parts`` micro-batches.
+
+    ``models`` holds every scorer's parameters; the student's are those of ``models`` with
+    ``trainable`` laid over.
+    """
+
+    def objective(params: Params, micro: Taken) -> tuple[Float[Array, ""], dict[str, Tally]]:
+        batch, observed, credit = micro
+        assert credit is not None
+        scored = {**models, STUDENT: {**models[STUDENT], **params}}
+        reading = _select(policy.score(scored, batch, algorithm.read, algorithm.scorers), batch)
+        token_loss, diagnostics = algorithm.loss(reading, batch, observed, credit)
+        return (token_loss * credit.weight).sum(), _tallies(diagnostics, batch, credit)
+
+    def value(micro: Taken) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
+        (loss, tallies), grads = jax.value_and_grad(objective, has_aux=True)(trainable, micro)
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        return loss, wide, tallies
+
+    def add(total: Any, micro: Taken) -> tuple[Any, None]:
+        loss, grads, tallies = value(micro)
+        return (
+            total[0] + loss,
+            jax.tree.map(jnp.add, total[1], grads),
+            combine(total[2], tallies),
+        ), None
+
+    micros = cut_taken(taken, parts, rows)
+    first = jax.tree.map(lambda x: x[0], micros)
+    if parts == 1:
+        return value(first)
+    shapes = jax.eval_shape(value, first)
+    loss, grads, tallies = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    tallies = {
+        name: dataclasses.replace(t, peak=jnp.full((), -jnp.inf)) for name, t in tallies.items()
+    }
+    return jax.lax.scan(add, (loss, grads, tallies), micros)[0]

@@ -1,0 +1,138 @@
+"""The optimizer section -> an optax chain; which parameters it never sees."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+NAMES = ("adamw", "sgd")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The fields of ``configs/base.py``'s ``optimizer``. Raises ValueError naming field, value and
+    what is allowed."""
+
+    name: str
+    learning_rate: float
+    warmup_updates: int
+    decay_updates: int
+    final_fraction: float
+    b1: float
+    b2: float
+    epsilon: float
+    weight_decay: float
+    clip_norm: float
+    freeze: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for field, allowed, right in (
+            ("name", f"one of {', '.join(NAMES)}", self.name in NAMES),
+            ("learning_rate", "> 0", self.learning_rate > 0),
+            ("warmup_updates", ">= 0", self.warmup_updates >= 0),
+            ("decay_updates", ">= 0 (0: constant)", self.decay_updates >= 0),
+            ("final_fraction", "0 .. 1", 0 <= self.final_fraction <= 1),
+            ("b1", "0 <= b1 < 1", 0 <= self.b1 < 1),
+            ("b2", "0 <= b2 < 1", 0 <= self.b2 < 1),
+            ("epsilon", "> 0", self.epsilon > 0),
+            ("weight_decay", ">= 0", self.weight_decay >= 0),
+            ("clip_norm", "> 0", self.clip_norm > 0),
+            ("freeze", "a sequence of regular expressions", not isinstance(self.freeze, str)),
+        ):
+            if not right:
+                raise ValueError(f"optimizer.{field}={self.__dict__[field]!r}; allowed: {allowed}")
+
+
+def schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Learning rate of update n = 0, 1, ...
+
+    ``learning_rate * (n + 1) / warmup_updates`` while that is below ``learning_rate``; then, if
+    ``decay_updates`` is not 0, a half cosine from ``learning_rate`` to ``final_fraction *
+    learning_rate`` over that many updates; constant afterwards.
+    """
+    warm, decay = config.warmup_updates, config.decay_updates
+
+    def rate(count: Any) -> jax.Array:
+        rise = jnp.minimum((count + 1) / max(warm, 1), 1.0)
+        done = jnp.clip((count - warm) / max(decay, 1), 0.0, 1.0) if decay else 0.0
+        fall = config.final_fraction + (1 - config.final_fraction) * 0.5 * (
+            1 + jnp.cos(jnp.pi * done)
+        )
+        return jnp.asarray(config.learning_rate * rise * fall, jnp.float32)
+
+    return rate
+
+
+class RateState(NamedTuple):
+    """Updates made, and the learning rate of the last one (of the first, before it)."""
+
+    updates_made: Int[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
+def scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformation:
+    """Multiply by ``-rate(count)``, keeping the number where ``train/step.py`` can report it."""
+
+    def init(params: optax.Params) -> RateState:
+        del params
+        count = jnp.zeros((), jnp.int32)
+        return RateState(count, jnp.asarray(rate(count)))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params
+        assert isinstance(state, RateState)
+        now = jnp.asarray(rate(state.updates_made))
+        return jax.tree.map(lambda g: -now * g, updates), RateState(state.updates_made + 1, now)
+
+    return optax.GradientTransformation(init, update)
+
+
+def build(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW or plain SGD, then the schedule.
+
+    ``weight_decay`` is decoupled: it is added after the moments and scaled by the learning rate,
+    for both.
+    """
+    moments = (
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
+        if config.name == "adamw"
+        else optax.identity()
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        moments,
+        optax.add_decayed_weights(config.weight_decay),
+        scale_by_rate(schedule(config)),
+    )
+
+
+def split(
+    params: Mapping[str, jax.Array], freeze: Sequence[str]
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(trainable, frozen): a parameter is frozen when any of the regular expressions is found in
+    its name.
+
+    The two are separate trees, so that frozen parameters get no gradient, no moments and no update.
+    Raises ValueError for a pattern that is found in no name, and when nothing is left to train.
+    """
+    for pattern in freeze:
+        if not any(re.search(pattern, name) for name in params):
+            some = ", ".join(sorted(params)[:8])
+            raise ValueError(
+                f"optimizer.freeze: {pattern!r} matches no parameter; there are, among others: "
+                f"{some}"
+            )
+    frozen = {name: x for name, x in params.items() if any(re.search(p, name) for p in freeze)}
+    if len(frozen) == len(params):
+        raise ValueError(
+            f"optimizer.freeze={tuple(freeze)!r} freezes every parameter; allowed: some are left "
+            "to train"
+        )
+    return {name: x for name, x in params.items() if name not in frozen}, frozen

@@ -1,0 +1,138 @@
+"""TrainState: everything that the step carries from one take to the next, and nothing else."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, UInt32
+
+from jaxrl.algorithms.contract import Algorithm
+from jaxrl.batch import Batch
+from jaxrl.mesh import Rules, spec
+from jaxrl.train.optimizer import split
+
+Params = dict[str, jax.Array]
+
+STUDENT = "student"
+REFERENCE = "reference"
+
+
+class Scorer(Protocol):
+    """What training asks of a policy; ``model/policy.py`` says what the words mean."""
+
+    @property
+    def axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Logical axes of each parameter."""
+        ...
+
+    @property
+    def rules(self) -> Rules:
+        """Logical axes -> mesh axes."""
+        ...
+
+    def score(
+        self,
+        params: Mapping[str, Params],
+        batch: Batch,
+        read: Callable[[Mapping[str, Array], Array], Mapping[str, Array]],
+        scorers: Sequence[tuple[str, str]],
+    ) -> Mapping[str, Array]:
+        """What ``read`` says of each token, [row token ...]."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """One model that takes part: the student, or one that only scores.
+
+    ``params`` and ``frozen`` are disjoint flat trees, name -> array; moments exist for ``params``
+    only, and only where the role is trained. A role with ``ema_rate`` r > 0 follows the student: p
+    <- r p + (1 - r) student, once a take.
+    """
+
+    params: Params
+    frozen: Params
+    opt_state: optax.OptState
+    ema_rate: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def all(self) -> Params:
+        """Trainable and frozen together: what a forward pass needs."""
+        return {**self.params, **self.frozen}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """``step`` counts takes, skipped ones too. ``key`` is raw key data (uint32), so that a
+    checkpoint can hold it."""
+
+    step: Int[Array, ""]
+    key: UInt32[Array, " words"]
+    roles: dict[str, Role]
+
+
+def roles_of(algorithm: Algorithm) -> set[str]:
+    """Names of the models that an algorithm reads, the student included."""
+    return {STUDENT} | {who for who, _ in (*algorithm.scorers, *algorithm.observers)}
+
+
+def moments(tx: optax.GradientTransformation, params: Params) -> optax.OptState:
+    """The optimizer's first state, in float32 whatever the parameters are."""
+    return tx.init(
+        jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
+    )
+
+
+def create(
+    params: Mapping[str, jax.Array],
+    tx: optax.GradientTransformation,
+    *,
+    freeze: Sequence[str],
+    roles: Collection[str],
+    key: jax.Array,
+    step: int,
+) -> TrainState:
+    """A fresh state around ``params``: new moments, and a copy of ``params`` as the reference if
+    ``roles`` names it.
+
+    The state owns its arrays: all of them are copies, since the step donates its state and donating
+    an array twice, or one that somebody else reads, is a hard error. ``key`` is a typed key. Raises
+    ValueError for a role that nothing here can build, and as ``optimizer.split`` does.
+    """
+    unknown = sorted(set(roles) - {STUDENT, REFERENCE})
+    if unknown:
+        raise ValueError(f"scorers {unknown} are unknown; allowed: {STUDENT}, {REFERENCE}")
+    trainable, frozen = split(jax.tree.map(jnp.copy, dict(params)), freeze)
+    models = {STUDENT: Role(trainable, frozen, moments(tx, trainable), 0.0)}
+    if REFERENCE in roles:
+        models[REFERENCE] = Role(jax.tree.map(jnp.copy, dict(params)), {}, (), 0.0)
+    return TrainState(jnp.asarray(step, jnp.int32), jnp.copy(jax.random.key_data(key)), models)
+
+
+def shardings(state: TrainState, policy: Scorer, mesh: Mesh) -> TrainState:
+    """A tree like ``state`` (arrays or shapes) of shardings: parameters and their moments by
+    ``policy.axes``, the rest replicated.
+
+    A moment is recognised by its place: a leaf under a parameter's name.
+    """
+    axes = policy.axes
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        del leaf
+        name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else ""
+        return NamedSharding(
+            mesh, spec(axes[name], policy.rules) if name in axes else PartitionSpec()
+        )
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def place(state: TrainState, policy: Scorer, mesh: Mesh) -> TrainState:
+    """Put a state where the step wants it; arrays that are there already are not copied."""
+    return jax.device_put(state, shardings(state, policy, mesh))

@@ -1,0 +1,325 @@
+"""The one jitted step: any algorithm, any policy, any mesh of ``data``, ``fsdp`` and ``tensor``.
+
+    observe     scorers that the credit or the loss needs, no gradient, micro-batch after
+    micro-batch credit      once, over the whole take update      epochs x minibatches times:
+    micro-batch gradients are added, then one ``tx.update``
+
+An update without a weighted token, or with a gradient that is not finite, is skipped: parameters,
+moments and schedule stay as they are and a metric counts it. ``state.step`` counts takes and
+advances either way.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
+
+from jaxrl.algorithms.contract import Algorithm, Reading
+from jaxrl.batch import Batch
+from jaxrl.mesh import batch_sharding, ways
+from jaxrl.train import accumulate
+from jaxrl.train.accumulate import ADVANTAGE, ADVANTAGE_SQUARE, Taken, Tally, tally
+from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, shardings
+
+Metrics = dict[str, Array]
+
+# Names under which algorithms observe the student's own log-probs at the start of the take.
+OLD_LOGP = {"old_logp", "logp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a take is cut. Raises ValueError naming the fields that do not fit."""
+
+    rollouts: int  # in a take
+    epochs: int
+    minibatches: int  # updates an epoch
+    micro_rollouts: int  # at most this many are alive at once
+    rollouts_per_group: int
+    coupled: bool
+    ways: int  # parts into which the mesh splits rows
+
+    def __post_init__(self) -> None:
+        groups, left = divmod(self.rollouts, self.rollouts_per_group)
+        if left or groups % self.minibatches:
+            raise ValueError(
+                f"train.minibatches={self.minibatches} does not cut {self.rollouts} rollouts in "
+                "groups of "
+                f"pool.rollouts_per_group={self.rollouts_per_group}; allowed: divisors of the "
+                "number of groups"
+            )
+        if self.coupled and self.micro % self.rollouts_per_group:
+            raise ValueError(
+                f"train.micro_rollouts={self.micro_rollouts}: this algorithm couples the rollouts "
+                "of a group; "
+                f"allowed: multiples of pool.rollouts_per_group={self.rollouts_per_group}"
+            )
+        if self.update % self.micro or self.micro % self.ways:
+            raise ValueError(
+                f"train.micro_rollouts={self.micro_rollouts}; allowed: divisors of the "
+                f"{self.update} rollouts of an "
+                f"update that are multiples of mesh.data * mesh.fsdp = {self.ways}"
+            )
+
+    @property
+    def update(self) -> int:
+        """Rollouts of an update."""
+        return self.rollouts // self.minibatches
+
+    @property
+    def updates(self) -> int:
+        """Updates of a take."""
+        return self.epochs * self.minibatches
+
+    @property
+    def micro(self) -> int:
+        """Rollouts of a micro-batch."""
+        return min(self.micro_rollouts, self.update)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one update tells. ``numbers`` count once an update, ``tallies`` once a token or
+    rollout."""
+
+    made: Bool[Array, ""]
+    empty: Bool[Array, ""]
+    numbers: dict[str, Tally]
+    tallies: dict[str, Tally]
+
+
+class Step:
+    """``(state, batch) -> (state, metrics)``, compiled once for each shape of batch. The given
+    state is consumed."""
+
+    def __init__(
+        self,
+        policy: Scorer,
+        algorithm: Algorithm,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        cuts: Mapping[str, int],
+    ) -> None:
+        self.policy, self.algorithm, self.tx, self.mesh, self.cuts = (
+            policy,
+            algorithm,
+            tx,
+            mesh,
+            cuts,
+        )
+        self.rows = batch_sharding(mesh, policy.rules)
+        self.trace_count = 0
+        self._compiled: Any = None
+
+    def jitted(self, state: TrainState) -> Any:
+        """The jitted function, its shardings stated and its state donated; ``state`` may be shapes
+        only."""
+        if self._compiled is None:
+            where = shardings(state, self.policy, self.mesh)
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            self._compiled = jax.jit(
+                self.take,
+                in_shardings=(where, self.rows),
+                out_shardings=(where, everywhere),
+                donate_argnums=0,
+            )
+        return self._compiled
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Run one take."""
+        return self.jitted(state)(state, batch)
+
+    def plan(self, rollouts: int) -> Plan:
+        """How a take of so many rollouts is cut."""
+        split = ways(self.mesh, self.policy.rules["rows"])
+        return Plan(rollouts=rollouts, coupled=self.algorithm.coupled, ways=split, **self.cuts)
+
+    def observe(
+        self, student: Role, others: Mapping[str, Role], batch: Batch, micro: int
+    ) -> Reading:
+        """What the algorithm observes, with the student as it is now."""
+        models = {who: role.all for who, role in {**others, STUDENT: student}.items()}
+        parts = batch.valid.shape[0] // micro
+        return accumulate.observe(self.policy, self.algorithm, models, batch, parts, self.rows)
+
+    def update(
+        self, student: Role, others: Mapping[str, Role], taken: Taken, plan: Plan
+    ) -> tuple[Role, Report]:
+        """One update of the student from the rollouts of ``taken``; the same role if it has to be
+        skipped."""
+        batch, observed, credit = taken
+        if credit is None:  # refresh = "update": what `taken` observed is the start of the take
+            start = {f"start/{name}": x for name, x in observed.items()}
+            again = (
+                observed if plan.updates == 1 else self.observe(student, others, batch, plan.micro)
+            )
+            observed = {**again, **start}
+            credit = self.algorithm.credit(batch, observed)
+        models = {who: role.all for who, role in {**others, STUDENT: student}.items()}
+        parts = plan.update // plan.micro
+        loss, grads, tallies = accumulate.gradient(
+            self.policy,
+            self.algorithm,
+            models,
+            student.params,
+            (batch, observed, credit),
+            parts,
+            self.rows,
+        )
+        norm = optax.tree.norm(grads)
+        empty = ~(credit.weight != 0).any()
+        made = ~empty & jnp.isfinite(norm) & jnp.isfinite(loss)
+        changes, opt_state = self.tx.update(grads, student.opt_state, student.params)
+        after = (optax.apply_updates(student.params, changes), opt_state)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(made, new, old), after, (student.params, student.opt_state)
+        )
+        numbers = {
+            "loss": loss,
+            "optim/grad_norm": norm,
+            "optim/update_norm": optax.tree.norm(changes),
+        }
+        report = Report(
+            made=made,
+            empty=empty,
+            numbers={name: tally(x, made) for name, x in numbers.items()},
+            tallies={name: t.only_if(made) for name, t in tallies.items()},
+        )
+        return dataclasses.replace(student, params=params, opt_state=opt_state), report
+
+    def take(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """All updates of one take. Pure; jitted by ``__call__``."""
+        self.trace_count += 1  # runs when traced, not when called
+        plan = self.plan(batch.valid.shape[0])
+        batch = accumulate.sanitised(batch)
+        student = state.roles[STUDENT]
+        others = {who: role for who, role in state.roles.items() if who != STUDENT}
+        observed = self.observe(student, others, batch, plan.micro)
+        credit = (
+            self.algorithm.credit(batch, observed) if self.algorithm.refresh == "take" else None
+        )
+        minibatches = accumulate.cut_taken((batch, observed, credit), plan.minibatches, self.rows)
+
+        def epoch(role: Role, _: None) -> tuple[Role, Report]:
+            return jax.lax.scan(
+                lambda role, taken: self.update(role, others, taken, plan), role, minibatches
+            )
+
+        trained, reports = jax.lax.scan(epoch, student, None, length=plan.epochs)
+        metrics = (
+            report_metrics(reports)
+            | batch_metrics(batch, observed)
+            | optimizer_metrics(student.params, trained)
+        )
+        roles = {who: follow(role, trained) for who, role in others.items()} | {STUDENT: trained}
+        return TrainState(state.step + 1, state.key, roles), finite(metrics)
+
+
+def follow(role: Role, student: Role) -> Role:
+    """A role with ``ema_rate`` moves towards the student; others stay, bit for bit."""
+    if role.ema_rate == 0:
+        return role
+
+    def move(old: Array, new: Array) -> Array:
+        return (role.ema_rate * old + (1 - role.ema_rate) * new).astype(old.dtype)
+
+    return dataclasses.replace(
+        role, params={name: move(x, student.all[name]) for name, x in role.params.items()}
+    )
+
+
+def report_metrics(reports: Report) -> Metrics:
+    """Numbers of all updates together, skipped ones left out."""
+    total = jax.tree.map(lambda x: x.sum((0, 1)), reports)
+    peaks = {name: t.peak.max((0, 1)) for name, t in reports.tallies.items()}
+    tallies = {name: dataclasses.replace(t, peak=peaks[name]) for name, t in total.tallies.items()}
+    advantage, square = tallies.pop(ADVANTAGE), tallies.pop(ADVANTAGE_SQUARE)
+    metrics = {name: t.mean for name, t in total.numbers.items()}
+    for name, t in tallies.items():
+        metrics |= {f"loss/{name}_mean": t.mean, f"loss/{name}_max": t.top}
+    return metrics | {
+        "credit/advantage_std": jnp.sqrt(jnp.maximum(square.mean - advantage.mean**2, 0)),
+        "optim/updates": total.made,
+        "optim/skipped": reports.made.size - total.made,
+        "batch/empty": total.empty,
+    }
+
+
+def batch_metrics(batch: Batch, observed: Reading) -> Metrics:
+    """What was taken: rewards, lengths, and how far the sampler's log-probs are from the
+    trainer's."""
+    length = jnp.zeros(batch.valid.shape, jnp.int32).at[batch.rollout].add(batch.acted.sum(-1))
+    reward = tally(batch.reward, batch.valid)
+    deviation = tally((batch.reward - reward.mean) ** 2, batch.valid)
+    lengths = tally(length, batch.valid)
+    metrics = {
+        "reward/mean": reward.mean,
+        "reward/std": jnp.sqrt(deviation.mean),
+        "response/length_mean": lengths.mean,
+        "response/length_max": lengths.top,
+        "response/truncated_frac": tally(batch.truncated, batch.valid).mean,
+        "batch/valid_rollouts": batch.valid.sum(),
+        "batch/action_tokens": batch.acted.sum(),
+    }
+    for name in OLD_LOGP & set(observed):
+        gap = tally(
+            jnp.abs(observed[name] - batch.sampler_logp), batch.acted & (batch.version >= 0)
+        )
+        metrics |= {"sampler/gap_mean": gap.mean, "sampler/gap_max": gap.top}
+    return metrics
+
+
+def optimizer_metrics(before: Params, trained: Role) -> Metrics:
+    """Share of trainable numbers that the whole take left as they were, bit for bit; and the
+    learning rate used last.
+
+    A share near 1 with a gradient says that steps are below half a unit in the last place: the
+    masters are too narrow.
+    """
+    same = jnp.stack([(before[name] == x).sum() for name, x in trained.params.items()]).sum()
+    metrics = {"optim/frac_params_unchanged": same / sum(x.size for x in before.values())}
+    rate = optax.tree.get(trained.opt_state, "learning_rate")
+    return metrics if rate is None else metrics | {"optim/learning_rate": rate}
+
+
+def finite(metrics: Metrics) -> Metrics:
+    """Float32 numbers, those that are not finite replaced by 0 and counted in
+    ``metrics/nonfinite``."""
+    wide = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
+    bad = (~jnp.isfinite(jnp.stack(list(wide.values())))).sum().astype(jnp.float32)
+    return {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in wide.items()} | {
+        "metrics/nonfinite": jnp.asarray(bad)
+    }
+
+
+def make_step(
+    policy: Scorer,
+    algorithm: Algorithm,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    epochs: int,
+    minibatches: int,
+    micro_rollouts: int,
+    rollouts_per_group: int,
+) -> Step:
+    """The step of a phase.
+
+    ``policy`` has ``score``, ``axes`` and ``rules`` as ``model/policy.py``'s. A take is cut into
+    ``minibatches`` equal updates at group borders and walked through ``epochs`` times; an update
+    goes through the model ``micro_rollouts`` at a time. Cuts that do not fit raise ValueError (see
+    ``Plan``) when the first batch comes.
+    """
+    cuts = {
+        "epochs": epochs,
+        "minibatches": minibatches,
+        "micro_rollouts": micro_rollouts,
+        "rollouts_per_group": rollouts_per_group,
+    }
+    return Step(policy, algorithm, tx, mesh, cuts)
