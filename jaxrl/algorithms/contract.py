@@ -1,26 +1,28 @@
 """What an algorithm is, and ``load(name)``: the file name is the registry.
 
-An algorithm is a plain frozen dataclass (hashable: a static argument of the jitted step) with at most four verbs:
+An algorithm is a plain frozen dataclass (hashable: a static argument of the jitted step) with at
+most four verbs:
 
-    observe(logits, taken)                 no gradient, before the updates of a take (or of each update)
-    credit(batch, observed)                no gradient, sees the whole take
-    read(logits, taken)                    differentiable, sees the vocabulary in chunks of positions
-    loss(reading, batch, observed, credit) differentiable, sees one micro-batch
+    observe(logits, taken)                  no gradient, before the updates of a take (or each one)
+    credit(batch, observed)                 no gradient, sees the whole take
+    read(logits, taken)                     differentiable, sees the vocabulary in chunks
+    loss(reading, batch, observed, credit)  differentiable, sees one micro-batch
 
-With ``refresh = "update"`` observe and credit see the rollouts of one update. ``observed`` then holds what observe
-returned, read anew with the weights at the start of that update, and the same names under ``start/`` as they were at the
-start of the take: an anchor that must not move is ``observed["start/logp"]``. With ``refresh = "take"`` there is no
-``start/``: everything was read at the start of the take.
+With ``refresh = "update"`` observe and credit see the rollouts of one update. ``observed`` then
+holds what observe returned, read anew with the weights at the start of that update, and the same
+names under ``start/`` as they were at the start of the take: an anchor that must not move is
+``observed["start/logp"]``. With ``refresh = "take"`` there is no ``start/``: everything was read at
+the start of the take.
 
-``logits`` maps a scorer to its logits at the same positions, already divided by the sampling temperature: ``"student"``
-for ("student", "plain"), else ``"who/view"``.
+``logits`` maps a scorer to its logits at the same positions, already divided by the sampling
+temperature: ``"student"`` for ("student", "plain"), else ``"who/view"``.
 """
 
 import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -32,41 +34,73 @@ Reading = Mapping[str, Array]
 Diagnostics = Mapping[str, Array]
 
 
+@runtime_checkable  # so that the tests' type hook can look at it
 class Algorithm(Protocol):
     """The contract between an algorithm and ``train/step.py``."""
 
-    scorers: tuple[tuple[str, str], ...]  # (who, view) that `read` sees; ("student", "plain") first
-    observers: tuple[tuple[str, str], ...]  # (who, view) that `observe` sees; () means no such pass
-    refresh: Literal["take", "update"]  # how often observe and credit run
-    coupled: bool  # the loss mixes rollouts of a group: a micro-batch must hold whole groups
-    needs: tuple[str, ...]  # facts that the rollouts must carry; collate names what lacks
+    @property
+    def scorers(self) -> tuple[tuple[str, str], ...]:
+        """(who, view) that `read` sees; ("student", "plain") first."""
+        ...
 
-    def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading: ...
+    @property
+    def observers(self) -> tuple[tuple[str, str], ...]:
+        """(who, view) that `observe` sees; () means no such pass."""
+        ...
 
-    def credit(self, batch: Batch, observed: Reading) -> Credit: ...
+    @property
+    def refresh(self) -> str:
+        """How often observe and credit run: "take", or "update" (of that update's whole groups)."""
+        ...
 
-    def read(self, logits: Logits, taken: Int[Array, " position"]) -> Reading: ...
+    @property
+    def coupled(self) -> bool:
+        """The loss mixes rollouts of a group: a micro-batch must hold whole groups."""
+        ...
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Facts that the rollouts must carry; collate names what lacks."""
+        ...
+
+    def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
+        """What the observers tell of each taken token, [position] each; no gradient."""
+        ...
+
+    def credit(self, batch: Batch, observed: Reading) -> Credit:
+        """Advantage and weight of each token; no gradient."""
+        ...
+
+    def read(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
+        """What the loss needs of each taken token, [position] each; differentiated."""
+        ...
 
     def loss(
         self, reading: Reading, batch: Batch, observed: Reading, credit: Credit
-    ) -> tuple[Float[Array, "row token"], Diagnostics]: ...
+    ) -> tuple[Float[Array, "row token"], Diagnostics]:
+        """Loss of each token, minimised under the credit's weight, and arrays for the curves."""
+        ...
 
     def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
-        """Host predicate on a finished group (dynamic sampling). Refused groups are voided and refilled."""
+        """Host predicate on a finished group (dynamic sampling); what it refuses is refilled."""
         ...
 
 
 def names() -> list[str]:
     """Algorithms that exist: one file each beside this one."""
     package = importlib.import_module("jaxrl.algorithms")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "contract")
+    return sorted(
+        module.name
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name != "contract"
+    )
 
 
 def load(name: str, **parameters: Any) -> Algorithm:
     """Build ``jaxrl/algorithms/<name>.py``'s ``Algorithm``.
 
-    Raises ValueError naming the algorithms that exist if there is no such file; TypeError naming the field if a parameter
-    is missing or unknown.
+    Raises ValueError naming the algorithms that exist if there is no such file; TypeError naming
+    the field if a parameter is missing or unknown.
     """
     if name not in names():
         raise ValueError(f"algorithm.name={name!r} is unknown; allowed: {', '.join(names())}")
@@ -75,5 +109,7 @@ def load(name: str, **parameters: Any) -> Algorithm:
     unknown = sorted(set(parameters) - set(fields))
     missing = sorted(set(fields) - set(parameters))
     if unknown or missing:
-        raise TypeError(f"algorithm {name!r} takes {fields}; unknown: {unknown}; missing: {missing}")
+        raise TypeError(
+            f"algorithm {name!r} takes {fields}; unknown: {unknown}; missing: {missing}"
+        )
     return kind(**parameters)

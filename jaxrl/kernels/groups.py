@@ -1,0 +1,87 @@
+"""Rollouts that share a prompt: sums, means and differences inside a group.
+
+A group is a label, any integer; its members may lie anywhere on the axis and be any in number.
+``mask`` says which members count. The same functions serve any other label (rows of a rollout,
+rollouts of a minibatch).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxrl.kernels.precision import widen
+
+
+def group_sum(
+    x: Num[Array, " rollout"] | Bool[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """sum_{j in group of i, mask_j} x_j, at every member i of the group, masked ones included."""
+    # Labels may be any integers (a slice of a batch holds ids beyond its length), and segment_sum
+    # drops what is out of range without a word: hence the relabelling.
+    label = jnp.unique(group, size=group.shape[0], return_inverse=True)[1]
+    return jax.ops.segment_sum(jnp.where(mask, widen(x), 0), label, num_segments=group.shape[0])[
+        label
+    ]
+
+
+def group_mean(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """Mean of x over the group's counted members, at every member; 0 where none counts."""
+    return group_sum(x, group, mask) / jnp.maximum(group_sum(mask, group, mask), 1)
+
+
+def group_center(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """x_i - mean of the group; 0 at masked members and in groups of one.
+
+    Equal values give exactly 0, whatever their size. Source: Dr. GRPO's advantage.
+    """
+    x = jnp.where(mask, widen(x), 0)
+    label = jnp.unique(group, size=group.shape[0], return_inverse=True)[1]
+    # The group's largest value goes first: equal values leave no rounding residue for a division by
+    # the standard deviation to blow up. A constant shift changes neither value nor gradient.
+    top = jax.ops.segment_max(
+        jax.lax.stop_gradient(jnp.where(mask, x, -jnp.inf)), label, num_segments=group.shape[0]
+    )[label]
+    x = x - jnp.where(jnp.isfinite(top), top, 0)
+    return jnp.where(mask, x - group_mean(x, group, mask), 0)
+
+
+def group_scale(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """(x_i - mean) / std with std over n - 1; 0 where std < 1e-8, at masked members and in groups
+    of one.
+
+    Source: GRPO, arXiv 2402.03300, outcome supervision. Departs from public code: no epsilon is
+    added to the standard deviation, and a group of one has advantage 0, not its raw reward.
+    """
+    centred = group_center(x, group, mask)
+    freedom = group_sum(mask, group, mask) - 1
+    variance = group_sum(centred**2, group, mask) / jnp.maximum(freedom, 1)
+    varies = variance >= 1e-16
+    # Selected twice: the square root has no finite slope at 0.
+    return jnp.where(mask & varies, centred / jnp.sqrt(jnp.where(varies, variance, 1)), 0)
+
+
+def leave_one_out(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """x_i - mean_{j != i} x_j = n / (n - 1) (x_i - mean); 0 at masked members and in groups of one.
+
+    Source: RLOO, arXiv 2402.14740, the leave-one-out baseline.
+    """
+    members = group_sum(mask, group, mask)
+    return group_center(x, group, mask) * members / jnp.maximum(members - 1, 1)

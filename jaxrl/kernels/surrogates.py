@@ -1,0 +1,65 @@
+"""Losses for each token whose gradient moves the policy along the advantage. To be minimised.
+
+No sum over tokens here, see kernels/weights.py. Advantages are constants: no gradient flows into
+them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl.kernels.precision import widen
+
+Diagnostics = dict[str, Array]
+
+
+def policy_gradient(
+    logp: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+) -> tuple[Float[Array, "row token"], Diagnostics]:
+    """-A logp: gradient -A for each nat (REINFORCE)."""
+    return -jax.lax.stop_gradient(widen(advantage)) * widen(logp), {}
+
+
+def clipped_surrogate(
+    ratio: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Float[Array, "row token"], Diagnostics]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), with r from kernels/ratios.py.
+
+    Exactly on a boundary the unclipped branch is taken, with its whole gradient (as torch does;
+    jnp.clip would halve it), so clip_low = clip_high = 0 on-policy has gradient -A. ``clipped``: 1
+    where the clipped branch was chosen. Source: PPO, arXiv 1707.06347, and the decoupled clip of
+    DAPO, arXiv 2503.14476.
+    """
+    ratio, advantage = widen(ratio), jax.lax.stop_gradient(widen(advantage))
+    plain = -advantage * ratio
+    bounded = -advantage * jnp.clip(jax.lax.stop_gradient(ratio), 1 - clip_low, 1 + clip_high)
+    clipped = bounded > plain
+    token_loss = jnp.where(clipped, bounded, plain)
+    return token_loss, {
+        "ratio": jax.lax.stop_gradient(ratio),
+        "clipped": clipped.astype(ratio.dtype),
+    }
+
+
+def dual_clip(
+    token_loss: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+    *,
+    cap: float,
+) -> tuple[Float[Array, "row token"], Diagnostics]:
+    """min(loss, -cap A) where A < 0, the loss elsewhere: cap > 1 bounds the ratio of a bad token,
+    inf does not.
+
+    ``dual_clipped``: 1 where the bound was chosen; there the gradient is 0. Source: dual-clip PPO,
+    arXiv 1912.09729.
+    """
+    token_loss, advantage = widen(token_loss), jax.lax.stop_gradient(widen(advantage))
+    negative = advantage < 0
+    bound = cap * jnp.where(negative, -advantage, 1)  # selected first: inf * 0 is NaN
+    capped = negative & (bound < token_loss)
+    return jnp.where(capped, bound, token_loss), {"dual_clipped": capped.astype(token_loss.dtype)}
