@@ -4,6 +4,8 @@ python -m jaxrl.launch --config configs/gvpo.py --workdir /tmp/gvpo
 Takes: unmeasured.   Reaches: unmeasured (held-out avg@4, commit, date).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import base, sft
@@ -11,7 +13,7 @@ from configs import base, sft
 
 def get_config(variant: str = "") -> ConfigDict:
     """Source of the numbers that are not ours: arXiv 2504.19599's scripts (beta)."""
-    config = base.get_config(variant)
+    config: Any = base.get_config(variant)
     config.algorithm = ConfigDict(
         {
             "name": "gvpo",

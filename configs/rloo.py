@@ -4,6 +4,8 @@ python -m jaxrl.launch --config configs/rloo.py --workdir /tmp/rloo
 Takes: unmeasured.   Reaches: unmeasured (held-out avg@4, commit, date).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import base, sft
@@ -11,7 +13,7 @@ from configs import base, sft
 
 def get_config(variant: str = "") -> ConfigDict:
     """One update a take: nothing holds a second one close to the policy that sampled."""
-    config = base.get_config(variant)
+    config: Any = base.get_config(variant)
     config.algorithm = ConfigDict(
         {
             "name": "rloo",

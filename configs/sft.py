@@ -4,6 +4,8 @@ python -m jaxrl.launch --config configs/sft.py --workdir /tmp/sft
 Takes: unmeasured.   Reaches: unmeasured (held-out avg@4, commit, date).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import base
@@ -30,8 +32,8 @@ def warm_start(variant: str) -> ConfigDict:
 
 def get_config(variant: str = "") -> ConfigDict:
     """The same, as a run of its own."""
-    config = base.get_config(variant)
-    phase = warm_start(variant)
+    config: Any = base.get_config(variant)
+    phase: Any = warm_start(variant)
     config.algorithm = phase.algorithm
     config.pool.update(phase.pool)
     config.optimizer.update(phase.optimizer)

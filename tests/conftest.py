@@ -3,7 +3,7 @@
 import jax
 from absl import flags
 
-# Set through jax.config and not the environment: a process that a test starts sees the machine as a user does.
+# Not through the environment: a process that a test starts sees the machine as a user does.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -3,6 +3,7 @@
 import subprocess
 import venv
 from pathlib import Path
+from typing import Any
 
 from jaxrl.preflight import lacking
 
@@ -11,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 
 def ready(tmp_path, **changed):
     (tmp_path / "Python.h").touch()
-    machine = dict(
-        version=(3, 11),
-        include=str(tmp_path),
-        compilers=["cc"],
-        which=lambda name: f"/bin/{name}",
-        has_module=lambda name: True,
-    )
+    machine: dict[str, Any] = {
+        "version": (3, 11),
+        "include": str(tmp_path),
+        "compilers": ["cc"],
+        "which": lambda name: f"/bin/{name}",
+        "has_module": lambda name: True,
+    }
     return lacking(**(machine | changed))
 
 
