@@ -1,7 +1,7 @@
 """How much should GVPO hold on to its anchor, and does it depend on where the anchor stands?
 
 Look at: held-out avg@4 and greedy accuracy at the end (summary.json), reward, entropy.
-Expect: beta's scale is the reward's; too small leaves the anchor and grows unstable, too large stays.
+Expect: beta's scale is the reward's; too small leaves the anchor and is unstable, too large stays.
 Result: open.
 """
 

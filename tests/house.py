@@ -8,6 +8,7 @@ import io
 import re
 import sys
 import tokenize
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def room(path: str) -> str:
     return path.split("/")[1].removesuffix(".py")
 
 
+def package_of(requirement: str) -> str:
+    """``ml-collections>=1.1`` -> ``ml_collections``, the name that is imported."""
+    name = re.split(r"[^\w.-]", requirement)[0].replace("-", "_")
+    return {"absl_py": "absl", "orbax_checkpoint": "orbax"}.get(name, name)
+
+
 def docstring_lines(tree: ast.AST) -> set[int]:
     """Lines of all docstrings."""
     lines: set[int] = set()
@@ -183,6 +190,25 @@ def third_parties(root: Path) -> list[str]:
                 *sys.stdlib_module_names,
             ):
                 found.append(f"{path}:{line}: a kernel imports jax and jaxtyping, not {top}")
+    return found
+
+
+@rule
+def dependencies(root: Path) -> list[str]:
+    """What is imported is declared in pyproject.toml, and what all must install is imported."""
+    project = root / "pyproject.toml"
+    declared = tomllib.loads(project.read_text())["project"] if project.exists() else {}
+    base = {package_of(entry) for entry in declared.get("dependencies", ())}
+    extras = declared.get("optional-dependencies", {})
+    more = {package_of(entry) for name in extras if name != "test" for entry in extras[name]}
+    found, used = [], set()
+    for path, tree in sources(root, "jaxrl", "configs"):
+        for line, name in imports(tree):
+            top = name.split(".")[0]
+            used.add(top)
+            if top not in {"", "jaxrl", "configs", *sys.stdlib_module_names, *base, *more}:
+                found.append(f"{path}:{line}: {top} is not among pyproject.toml's dependencies")
+    found += [f"pyproject.toml: {name} is imported nowhere" for name in sorted(base - used)]
     return found
 
 

@@ -37,6 +37,13 @@ PLANTED = [
     ("third_parties", "jaxrl/pool/a.py", "import jax\n", "host wing"),
     ("third_parties", "jaxrl/evaluate.py", "from jax import numpy\n", "host wing"),
     ("third_parties", "jaxrl/kernels/a.py", "import numpy as np\n", "not numpy"),
+    ("dependencies", "jaxrl/a.py", "import requests\n", "requests is not among"),
+    (
+        "dependencies",
+        "pyproject.toml",
+        "[project]\ndependencies = ['jax>=1']\n",
+        "jax is imported no",
+    ),
     ("outside", "configs/a.py", "import jaxrl.batch\n", "configs import"),
     ("outside", "experiments/a.py", "from configs import gvpo\n", "a sweep imports nothing"),
     ("outside", "tests/papers/a.py", "import jax\n", "numpy alone"),
@@ -107,7 +114,7 @@ def test_the_tree_keeps_the_rule(rule):
     ("name", "path", "text", "words"), PLANTED, ids=lambda value: str(value)[:24]
 )
 def test_a_planted_violation_is_found(name, path, text, words, tmp_path):
-    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)
     rule = next(rule for rule in house.RULES if rule.__name__ == name)
     assert any(words in violation for violation in rule(tmp_path)), rule(tmp_path)
@@ -143,6 +150,7 @@ PROTOCOL = (
 )
 LOCAL = f"{DOC}class Local:\n    {DOC}    def take(self):\n        return header.get('kind')\n"
 ALLOWED = {
+    "pyproject.toml": "[project]\ndependencies = ['flax[all]>=1', 'optax']\n",
     "jaxrl/pool/a.py": PROTOCOL,
     "jaxrl/pool/b.py": LOCAL,
     "jaxrl/model/a.py": f"{DOC}import flax\nfrom jaxrl.kernels.readings import entropy\nx = 0\n",
