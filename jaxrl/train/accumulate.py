@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxrl.algorithms.contract import Algorithm, Reading
 from jaxrl.batch import Batch, Credit
+from jaxrl.mesh import batch_sharding, spec
 from jaxrl.train.state import STUDENT, Params, Scorer
 
 # Names that no kernel gives: they have a slash.
@@ -48,8 +49,12 @@ class Tally:
 
     def only_if(self, counts: Array) -> "Tally":
         """The same, or one of nothing."""
-        nothing = Tally(jnp.zeros(()), jnp.zeros(()), jnp.full((), -jnp.inf))
-        return jax.tree.map(lambda x, none: jnp.where(counts, x, none), self, nothing)
+        return jax.tree.map(lambda x, none: jnp.where(counts, x, none), self, nothing())
+
+
+def nothing() -> Tally:
+    """The tally that changes no other."""
+    return Tally(jnp.zeros(()), jnp.zeros(()), jnp.full((), -jnp.inf))
 
 
 def tally(x: Array, weight: Array) -> Tally:
@@ -72,8 +77,7 @@ def combine(a: Mapping[str, Tally], b: Mapping[str, Tally]) -> dict[str, Tally]:
 
 
 def sanitised(batch: Batch) -> Batch:
-    """Zero what no valid token or rollout vouches for, so that garbage in padding reaches no
-    formula (0 * NaN is NaN)."""
+    """Zero what no valid token or rollout vouches for: garbage times a weight of 0 may be NaN."""
     valid_row = batch.valid[batch.rollout]
 
     def select(x: Array) -> Array:
@@ -89,8 +93,7 @@ def sanitised(batch: Batch) -> Batch:
 
 
 def cut(tree: Any, parts: int, rows: NamedSharding) -> Any:
-    """Leading axis [n] -> [parts, n / parts], each part spread over the devices as ``rows``
-    says."""
+    """Leading axis [n] -> [parts, n / parts], each part spread over the devices like ``rows``."""
     spread = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))
 
     def one(x: Array) -> Array:
@@ -102,8 +105,7 @@ def cut(tree: Any, parts: int, rows: NamedSharding) -> Any:
 
 
 def cut_taken(taken: Taken, parts: int, rows: NamedSharding) -> Taken:
-    """``cut`` for what belongs together: whole records move, and each part counts its rollouts from
-    0."""
+    """``cut`` for what belongs together; each part counts its rollouts from 0."""
     batch, observed, credit = cut(taken, parts, rows)
     first = jnp.arange(parts, dtype=batch.rollout.dtype) * batch.valid.shape[1]
     return dataclasses.replace(batch, rollout=batch.rollout - first[:, None]), observed, credit
@@ -118,31 +120,10 @@ def _select(reading: Reading, batch: Batch) -> Reading:
     }
 
 
-def observe(
-    policy: Scorer,
-    algorithm: Algorithm,
-    models: Models,
-    batch: Batch,
-    parts: int,
-    rows: NamedSharding,
-) -> Reading:
-    """``algorithm.observe`` over the whole of ``batch``, ``parts`` slices after each other, without
-    gradient."""
-    if not algorithm.observers:
-        return {}
-
-    def one(part: Batch) -> Reading:
-        return _select(policy.score(models, part, algorithm.observe, algorithm.observers), part)
-
-    (parts_of_batch, _, _) = cut_taken((batch, {}, None), parts, rows)
-    readings = jax.lax.map(one, parts_of_batch)
-    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), readings)
-    return jax.lax.stop_gradient(jax.lax.with_sharding_constraint(joined, rows))
-
-
 def _tallies(diagnostics: Mapping[str, Array], batch: Batch, credit: Credit) -> dict[str, Tally]:
-    """Diagnostics under the loss's own weights ([rollout]: the summed size of its tokens'), and the
-    advantage."""
+    """Diagnostics under the size of the loss's weights (that of a rollout: its tokens' together),
+    and the advantage over action tokens.
+    """
     size = jnp.abs(credit.weight)
     of_rollout = jnp.zeros(batch.valid.shape, size.dtype).at[batch.rollout].add(size.sum(-1))
     counted = {
@@ -156,50 +137,77 @@ def _tallies(diagnostics: Mapping[str, Array], batch: Batch, credit: Credit) -> 
     }
 
 
-def gradient(
-    policy: Scorer,
-    algorithm: Algorithm,
-    models: Models,
-    trainable: Params,
-    taken: Taken,
-    parts: int,
-    rows: NamedSharding,
-) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
-    """Loss of one update, its gradient by ``trainable`` (float32), and tallies; summed over
-    ``parts`` micro-batches.
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The two ways through the model, micro-batch after micro-batch: without and with a gradient.
 
-    ``models`` holds every scorer's parameters; the student's are those of ``models`` with
-    ``trainable`` laid over.
+    ``models`` maps who scores to all of its parameters; ``parts`` is the number of micro-batches.
     """
 
-    def objective(params: Params, micro: Taken) -> tuple[Float[Array, ""], dict[str, Tally]]:
+    policy: Scorer
+    algorithm: Algorithm
+    mesh: Mesh
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Where rows and rollouts live."""
+        return batch_sharding(self.mesh, self.policy.rules)
+
+    def observe(self, models: Models, batch: Batch, parts: int) -> Reading:
+        """``algorithm.observe`` over the whole of ``batch``; nothing if it observes nobody."""
+        if not self.algorithm.observers:
+            return {}
+
+        def one(part: Batch) -> Reading:
+            observers = self.algorithm.observers
+            return _select(self.policy.score(models, part, self.algorithm.observe, observers), part)
+
+        micros, _, _ = cut_taken((batch, {}, None), parts, self.rows)
+        readings = jax.lax.map(one, micros)
+        joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), readings)
+        return jax.lax.stop_gradient(jax.lax.with_sharding_constraint(joined, self.rows))
+
+    def loss(
+        self, trainable: Params, models: Models, micro: Taken
+    ) -> tuple[Float[Array, ""], dict[str, Tally]]:
+        """The part of the update's loss that one micro-batch adds; differentiable by
+        ``trainable``, which is laid over the student of ``models``."""
         batch, observed, credit = micro
         assert credit is not None
-        scored = {**models, STUDENT: {**models[STUDENT], **params}}
-        reading = _select(policy.score(scored, batch, algorithm.read, algorithm.scorers), batch)
-        token_loss, diagnostics = algorithm.loss(reading, batch, observed, credit)
+        models = {**models, STUDENT: {**models[STUDENT], **trainable}}
+        reading = self.policy.score(models, batch, self.algorithm.read, self.algorithm.scorers)
+        token_loss, diagnostics = self.algorithm.loss(
+            _select(reading, batch), batch, observed, credit
+        )
         return (token_loss * credit.weight).sum(), _tallies(diagnostics, batch, credit)
 
-    def value(micro: Taken) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
-        (loss, tallies), grads = jax.value_and_grad(objective, has_aux=True)(trainable, micro)
-        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-        return loss, wide, tallies
+    def gradient(
+        self, trainable: Params, models: Models, taken: Taken, parts: int
+    ) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
+        """Loss of one update, its gradient by ``trainable`` (at least float32), and tallies."""
 
-    def add(total: Any, micro: Taken) -> tuple[Any, None]:
-        loss, grads, tallies = value(micro)
-        return (
-            total[0] + loss,
-            jax.tree.map(jnp.add, total[1], grads),
-            combine(total[2], tallies),
-        ), None
+        def value(micro: Taken) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
+            differentiate = jax.value_and_grad(self.loss, has_aux=True)
+            (loss, tallies), grads = differentiate(trainable, models, micro)
+            return loss, self._wide(grads), tallies
 
-    micros = cut_taken(taken, parts, rows)
-    first = jax.tree.map(lambda x: x[0], micros)
-    if parts == 1:
-        return value(first)
-    shapes = jax.eval_shape(value, first)
-    loss, grads, tallies = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    tallies = {
-        name: dataclasses.replace(t, peak=jnp.full((), -jnp.inf)) for name, t in tallies.items()
-    }
-    return jax.lax.scan(add, (loss, grads, tallies), micros)[0]
+        def add(total: Any, micro: Taken) -> tuple[Any, None]:
+            loss, grads, tallies = value(micro)
+            grads = self._wide(jax.tree.map(jnp.add, total[1], grads))
+            return (total[0] + loss, grads, combine(total[2], tallies)), None
+
+        micros = cut_taken(taken, parts, self.rows)
+        shapes = jax.eval_shape(value, jax.tree.map(lambda x: x[0], micros))
+        loss, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
+        start = loss, self._wide(grads), {name: nothing() for name in shapes[2]}
+        return jax.lax.scan(add, start, micros)[0]
+
+    def _wide(self, grads: Params) -> Params:
+        """Gradients live where their parameters do: without saying so, the sum is replicated."""
+
+        def one(name: str, x: Array) -> Array:
+            where = NamedSharding(self.mesh, spec(self.policy.axes[name], self.policy.rules))
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return jax.lax.with_sharding_constraint(wide, where)
+
+        return {name: one(name, x) for name, x in grads.items()}

@@ -1,5 +1,7 @@
-"""Groups of rollouts -> one padded Batch of numpy arrays. Whatever is wrong is refused and counted
-here, never repaired."""
+"""Groups of rollouts -> one padded Batch of numpy arrays.
+
+Whatever is wrong with a rollout is refused and counted here, never repaired.
+"""
 
 import math
 from collections import Counter

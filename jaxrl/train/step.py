@@ -21,15 +21,15 @@ from jaxtyping import Array, Bool
 
 from jaxrl.algorithms.contract import Algorithm, Reading
 from jaxrl.batch import Batch
-from jaxrl.mesh import batch_sharding, ways
+from jaxrl.mesh import ways
 from jaxrl.train import accumulate
-from jaxrl.train.accumulate import ADVANTAGE, ADVANTAGE_SQUARE, Taken, Tally, tally
+from jaxrl.train.accumulate import ADVANTAGE, ADVANTAGE_SQUARE, Models, Taken, Tally, tally
 from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, shardings
 
 Metrics = dict[str, Array]
 
 # Names under which algorithms observe the student's own log-probs at the start of the take.
-OLD_LOGP = {"old_logp", "logp"}
+OLD_LOGP = {"old_logp", "student"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one update tells. ``numbers`` count once an update, ``tallies`` once a token or
-    rollout."""
+    """What one update tells: ``numbers`` of the update, ``tallies`` of tokens and rollouts."""
 
     made: Bool[Array, ""]
     empty: Bool[Array, ""]
@@ -95,8 +94,7 @@ class Report:
 
 
 class Step:
-    """``(state, batch) -> (state, metrics)``, compiled once for each shape of batch. The given
-    state is consumed."""
+    """(state, batch) -> (state, metrics), compiled once a bucket. The given state is consumed."""
 
     def __init__(
         self,
@@ -106,26 +104,20 @@ class Step:
         mesh: Mesh,
         cuts: Mapping[str, int],
     ) -> None:
-        self.policy, self.algorithm, self.tx, self.mesh, self.cuts = (
-            policy,
-            algorithm,
-            tx,
-            mesh,
-            cuts,
-        )
-        self.rows = batch_sharding(mesh, policy.rules)
+        self.passes = accumulate.Passes(policy, algorithm, mesh)
+        self.policy, self.algorithm, self.tx, self.mesh = policy, algorithm, tx, mesh
+        self.cuts = cuts
         self.trace_count = 0
         self._compiled: Any = None
 
     def jitted(self, state: TrainState) -> Any:
-        """The jitted function, its shardings stated and its state donated; ``state`` may be shapes
-        only."""
+        """The jitted function, shardings stated, state donated; ``state`` may be shapes only."""
         if self._compiled is None:
             where = shardings(state, self.policy, self.mesh)
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             self._compiled = jax.jit(
                 self.take,
-                in_shardings=(where, self.rows),
+                in_shardings=(where, self.passes.rows),
                 out_shardings=(where, everywhere),
                 donate_argnums=0,
             )
@@ -140,37 +132,23 @@ class Step:
         split = ways(self.mesh, self.policy.rules["rows"])
         return Plan(rollouts=rollouts, coupled=self.algorithm.coupled, ways=split, **self.cuts)
 
-    def observe(
-        self, student: Role, others: Mapping[str, Role], batch: Batch, micro: int
-    ) -> Reading:
-        """What the algorithm observes, with the student as it is now."""
-        models = {who: role.all for who, role in {**others, STUDENT: student}.items()}
-        parts = batch.valid.shape[0] // micro
-        return accumulate.observe(self.policy, self.algorithm, models, batch, parts, self.rows)
+    def observe(self, models: Models, batch: Batch, plan: Plan) -> Reading:
+        """What the algorithm observes with these parameters."""
+        return self.passes.observe(models, batch, batch.valid.shape[0] // plan.micro)
 
     def update(
-        self, student: Role, others: Mapping[str, Role], taken: Taken, plan: Plan
+        self, student: Role, others: Models, taken: Taken, plan: Plan
     ) -> tuple[Role, Report]:
-        """One update of the student from the rollouts of ``taken``; the same role if it has to be
-        skipped."""
+        """One update of the student from the rollouts of ``taken``; the same role if skipped."""
         batch, observed, credit = taken
-        if credit is None:  # refresh = "update": what `taken` observed is the start of the take
+        models = {**others, STUDENT: student.all}
+        if credit is None:  # refresh = "update"; what came with the batch is the start of the take
             start = {f"start/{name}": x for name, x in observed.items()}
-            again = (
-                observed if plan.updates == 1 else self.observe(student, others, batch, plan.micro)
-            )
-            observed = {**again, **start}
+            now = observed if plan.updates == 1 else self.observe(models, batch, plan)
+            observed = {**now, **start}
             credit = self.algorithm.credit(batch, observed)
-        models = {who: role.all for who, role in {**others, STUDENT: student}.items()}
-        parts = plan.update // plan.micro
-        loss, grads, tallies = accumulate.gradient(
-            self.policy,
-            self.algorithm,
-            models,
-            student.params,
-            (batch, observed, credit),
-            parts,
-            self.rows,
+        loss, grads, tallies = self.passes.gradient(
+            student.params, models, (batch, observed, credit), plan.update // plan.micro
         )
         norm = optax.tree.norm(grads)
         empty = ~(credit.weight != 0).any()
@@ -180,11 +158,8 @@ class Step:
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(made, new, old), after, (student.params, student.opt_state)
         )
-        numbers = {
-            "loss": loss,
-            "optim/grad_norm": norm,
-            "optim/update_norm": optax.tree.norm(changes),
-        }
+        changed = optax.tree.norm(changes)
+        numbers = {"loss": loss, "optim/grad_norm": norm, "optim/update_norm": changed}
         report = Report(
             made=made,
             empty=empty,
@@ -199,17 +174,17 @@ class Step:
         plan = self.plan(batch.valid.shape[0])
         batch = accumulate.sanitised(batch)
         student = state.roles[STUDENT]
-        others = {who: role for who, role in state.roles.items() if who != STUDENT}
-        observed = self.observe(student, others, batch, plan.micro)
-        credit = (
-            self.algorithm.credit(batch, observed) if self.algorithm.refresh == "take" else None
-        )
-        minibatches = accumulate.cut_taken((batch, observed, credit), plan.minibatches, self.rows)
+        others = {who: role.all for who, role in state.roles.items() if who != STUDENT}
+        observed = self.observe({**others, STUDENT: student.all}, batch, plan)
+        once = self.algorithm.refresh == "take"
+        credit = self.algorithm.credit(batch, observed) if once else None
+        taken = accumulate.cut_taken((batch, observed, credit), plan.minibatches, self.passes.rows)
+
+        def update(role: Role, part: Taken) -> tuple[Role, Report]:
+            return self.update(role, others, part, plan)
 
         def epoch(role: Role, _: None) -> tuple[Role, Report]:
-            return jax.lax.scan(
-                lambda role, taken: self.update(role, others, taken, plan), role, minibatches
-            )
+            return jax.lax.scan(update, role, taken)
 
         trained, reports = jax.lax.scan(epoch, student, None, length=plan.epochs)
         metrics = (
@@ -217,8 +192,8 @@ class Step:
             | batch_metrics(batch, observed)
             | optimizer_metrics(student.params, trained)
         )
-        roles = {who: follow(role, trained) for who, role in others.items()} | {STUDENT: trained}
-        return TrainState(state.step + 1, state.key, roles), finite(metrics)
+        roles = {who: follow(role, trained) for who, role in state.roles.items() if who != STUDENT}
+        return TrainState(state.step + 1, state.key, roles | {STUDENT: trained}), finite(metrics)
 
 
 def follow(role: Role, student: Role) -> Role:
@@ -252,8 +227,7 @@ def report_metrics(reports: Report) -> Metrics:
 
 
 def batch_metrics(batch: Batch, observed: Reading) -> Metrics:
-    """What was taken: rewards, lengths, and how far the sampler's log-probs are from the
-    trainer's."""
+    """What was taken: rewards, lengths, and the gap between sampler's and trainer's log-probs."""
     length = jnp.zeros(batch.valid.shape, jnp.int32).at[batch.rollout].add(batch.acted.sum(-1))
     reward = tally(batch.reward, batch.valid)
     deviation = tally((batch.reward - reward.mean) ** 2, batch.valid)
@@ -276,11 +250,9 @@ def batch_metrics(batch: Batch, observed: Reading) -> Metrics:
 
 
 def optimizer_metrics(before: Params, trained: Role) -> Metrics:
-    """Share of trainable numbers that the whole take left as they were, bit for bit; and the
-    learning rate used last.
+    """Share of trainable numbers that the take left bit for bit, and the learning rate used last.
 
-    A share near 1 with a gradient says that steps are below half a unit in the last place: the
-    masters are too narrow.
+    A share near 1 says that steps are below half a unit in the last place: masters too narrow.
     """
     same = jnp.stack([(before[name] == x).sum() for name, x in trained.params.items()]).sum()
     metrics = {"optim/frac_params_unchanged": same / sum(x.size for x in before.values())}
@@ -289,13 +261,11 @@ def optimizer_metrics(before: Params, trained: Role) -> Metrics:
 
 
 def finite(metrics: Metrics) -> Metrics:
-    """Float32 numbers, those that are not finite replaced by 0 and counted in
-    ``metrics/nonfinite``."""
+    """Float32 numbers; those not finite become 0 and are counted in ``metrics/nonfinite``."""
     wide = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
     bad = (~jnp.isfinite(jnp.stack(list(wide.values())))).sum().astype(jnp.float32)
-    return {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in wide.items()} | {
-        "metrics/nonfinite": jnp.asarray(bad)
-    }
+    kept = {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in wide.items()}
+    return kept | {"metrics/nonfinite": bad}
 
 
 def make_step(
