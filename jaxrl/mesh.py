@@ -52,7 +52,7 @@ class Rules:
         return dataclasses.asdict(self)[logical]
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over all of ``devices`` (default: every device there is); axes that are not named have size 1.
 
     Raises ValueError for an unknown axis, a size below 1, or a product that is not the number of devices.
