@@ -1,0 +1,214 @@
+"""One call for each kernel, with the axes of its arrays, so that the laws can act on any of them.
+
+An argument is "axes kind": its axes, then what its values are
+    value    any number                     logp     a log-prob, <= 0
+    mask     bool                           taken    an index into vocab
+    label    any integer, constant inside a unit
+    index    of a row into the rollout axis
+``out`` is the axes of every array that the kernel returns. A number given as an axis name is the
+size of that axis.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl.kernels import (
+    divergences,
+    grades,
+    groups,
+    precision,
+    ratios,
+    readings,
+    steps,
+    surrogates,
+    variance,
+    weights,
+)
+
+SMALL = {"row": 8, "rollout": 8, "token": 5, "position": 8, "vocab": 7}
+LARGE = {"row": 16, "rollout": 16, "token": 9, "position": 16, "vocab": 7}  # room for padding
+
+# Entries of a leading axis belong to units (rollouts of one prompt, rows of one rollout); a unit
+# may have one member. Units 0, 1 make the first minibatch, units 2, 3 the second.
+UNIT = np.array([0, 0, 1, 1, 1, 2, 3, 3])
+INDEX = np.array([0, 0, 1, 2, 4, 5, 5, 7])  # of the rows; rollouts 3 and 6 have none
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel, how to call it, and arrays of the small sizes."""
+
+    kernel: Callable[..., Any]
+    out: tuple[str, ...]
+    arguments: Mapping[str, tuple[tuple[str, ...], str]]  # name -> (axes, kind), in call order
+    numbers: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
+
+    def kind(self, *kinds: str) -> list[str]:
+        """Arguments of these kinds."""
+        return [name for name, (_, kind) in self.arguments.items() if kind in kinds]
+
+    @property
+    def guarded(self) -> list[str]:
+        """Float arguments that the mask speaks of."""
+        masks = [self.arguments[name][0] for name in self.kind("mask")]
+        return [name for name in self.kind("value", "logp") if self.arguments[name][0] in masks]
+
+    def call(self, sizes: Mapping[str, int]) -> Callable[..., Any]:
+        """The kernel with its numbers put in."""
+        numbers = {
+            name: sizes[number] if isinstance(number, str) else number
+            for name, number in self.numbers.items()
+        }
+        return lambda *arrays: self.kernel(*arrays, **numbers)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The same arrays each time."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        return {
+            name: _draw(rng, name, [SMALL[axis] for axis in axes], kind)
+            for name, (axes, kind) in self.arguments.items()
+        }
+
+
+def _draw(rng: np.random.Generator, name: str, shape: list[int], kind: str) -> np.ndarray:
+    if kind == "value":
+        return rng.normal(size=shape).astype(np.float32)
+    if kind == "logp":
+        return -rng.exponential(size=shape).astype(np.float32)
+    if kind == "mask":
+        return rng.random(shape) < 0.75
+    if kind == "taken":
+        return rng.integers(0, SMALL["vocab"], shape).astype(np.int32)
+    if kind == "index":
+        return INDEX.astype(np.int32)
+    assert kind == "label", kind
+    return (UNIT // 2 * 3 if name == "minibatch" else 5 - 2 * UNIT).astype(np.int32)
+
+
+def case(
+    kernel: Callable[..., Any], out: str, numbers: Mapping[str, Any], **arguments: str
+) -> Case:
+    """Axes and kinds are written as words."""
+    parsed = {name: tuple(words.split()) for name, words in arguments.items()}
+    return Case(
+        kernel,
+        tuple(out.split()),
+        {name: (words[:-1], words[-1]) for name, words in parsed.items()},
+        numbers,
+    )
+
+
+TOKEN_LABELS = {"rollout": "row label", "minibatch": "row label", "mask": "row token mask"}
+IN_GROUP = {"x": "rollout value", "group": "rollout label", "mask": "rollout mask"}
+TWO_LOGPS = {"logp": "row token logp", "old_logp": "row token logp"}
+TWO_LOGITS = {"logits": "position vocab value", "ref_logits": "position vocab value"}
+GAP = {
+    "logp": "rollout logp",
+    "anchor_logp": "rollout logp",
+    "reward": "rollout value",
+    "group": "rollout label",
+    "mask": "rollout mask",
+}
+
+CASES = [
+    case(precision.widen, "row token", {}, x="row token value"),
+    case(weights.token_mean, "row token", {}, minibatch="row label", mask="row token mask"),
+    case(weights.rollout_mean, "row token", {}, **TOKEN_LABELS),
+    case(weights.rollout_sum_mean, "row token", {}, **TOKEN_LABELS),
+    case(weights.fixed_length, "row token", {"length": 6}, **TOKEN_LABELS),
+    case(
+        weights.prompt_mean,
+        "row token",
+        {},
+        group="row label",
+        minibatch="row label",
+        mask="row token mask",
+    ),
+    case(
+        weights.prompt_sum_mean,
+        "rollout",
+        {"least": 2},
+        group="rollout label",
+        minibatch="rollout label",
+        mask="rollout mask",
+    ),
+    case(
+        readings.taken_logp, "position", {}, logits="position vocab value", taken="position taken"
+    ),
+    case(readings.entropy, "position", {}, logits="position vocab value"),
+    case(groups.group_sum, "rollout", {}, **IN_GROUP),
+    case(groups.group_mean, "rollout", {}, **IN_GROUP),
+    case(groups.group_center, "rollout", {}, **IN_GROUP),
+    case(groups.group_scale, "rollout", {}, **IN_GROUP),
+    case(groups.leave_one_out, "rollout", {}, **IN_GROUP),
+    case(ratios.token_ratio, "row token", {}, **TWO_LOGPS),
+    case(
+        ratios.rollout_ratio,
+        "row token",
+        {},
+        **TWO_LOGPS,
+        rollout="row label",
+        mask="row token mask",
+    ),
+    case(ratios.truncated_ratio, "row token", {"cap": 1.5}, **TWO_LOGPS),
+    case(ratios.band_ratio, "row token", {"low": 0.5, "high": 2.0}, **TWO_LOGPS),
+    case(divergences.k1, "row token", {}, **TWO_LOGPS),
+    case(divergences.k2, "row token", {}, **TWO_LOGPS),
+    case(divergences.k3, "row token", {}, **TWO_LOGPS),
+    case(divergences.reverse_kl_loss, "row token", {}, **TWO_LOGPS, ref_logp="row token logp"),
+    case(divergences.reverse_kl, "position", {}, **TWO_LOGITS),
+    case(divergences.forward_kl, "position", {}, **TWO_LOGITS),
+    case(
+        surrogates.policy_gradient,
+        "row token",
+        {},
+        logp="row token logp",
+        advantage="row token value",
+    ),
+    case(
+        surrogates.clipped_surrogate,
+        "row token",
+        {"clip_low": 0.2, "clip_high": 0.28},
+        ratio="row token value",
+        advantage="row token value",
+    ),
+    case(
+        surrogates.dual_clip,
+        "row token",
+        {"cap": 1.2},
+        token_loss="row token value",
+        advantage="row token value",
+    ),
+    case(variance.centred_gap, "rollout", {"beta": 0.3}, **GAP),
+    case(variance.gap_weights, "rollout", {"beta": 0.3}, **GAP),
+    case(
+        steps.rollout_sum,
+        "rollout",
+        {"rollouts": "rollout"},
+        x="row token value",
+        rollout="row index",
+        mask="row token mask",
+    ),
+    case(
+        steps.over_tokens,
+        "row token",
+        {},
+        x="rollout value",
+        rollout="row index",
+        mask="row token mask",
+    ),
+    case(
+        grades.overlong_penalty,
+        "rollout",
+        {"limit": 3, "buffer": 2, "penalty": 0.5},
+        length="rollout value",
+    ),
+]
