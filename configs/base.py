@@ -1,7 +1,8 @@
 """Every field there is, with its unit. A method's file starts from here and says what differs.
 
-``get_config("tiny")`` shrinks model, batch and steps for one CPU core. Counts: ``train.groups`` is groups a step,
-``pool.rollouts_per_group`` rollouts a group, ``train.micro_rollouts`` rollouts a micro-batch.
+``get_config("tiny")`` shrinks model, batch and steps for one CPU core. Counts: ``train.groups`` is
+groups a step, ``pool.rollouts_per_group`` rollouts a group, ``train.micro_rollouts`` rollouts a
+micro-batch.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +18,9 @@ def get_config(variant: str = "") -> ConfigDict:
     config.seed = 0
 
     config.model = model = ConfigDict()
-    model.family = "qwen3"  # RMSNorm, grouped-query attention with q/k norm, rotary positions, SwiGLU
+    model.family = (
+        "qwen3"  # RMSNorm, grouped-query attention with q/k norm, rotary positions, SwiGLU
+    )
     model.vocab_size = 64  # at least the tokenizer's
     model.layers = 4
     model.width = 128
@@ -33,7 +36,9 @@ def get_config(variant: str = "") -> ConfigDict:
     model.remat = "none"  # none | full | dots: what the backward pass computes again
     model.score_chunk_positions = 2048  # positions whose logits are alive at once
 
-    config.mesh = mesh = ConfigDict()  # devices on each axis; their product must be the number of devices used
+    config.mesh = mesh = (
+        ConfigDict()
+    )  # devices on each axis; their product must be the number of devices used
     mesh.data = 1
     mesh.fsdp = 1
     mesh.tensor = 1
@@ -41,7 +46,9 @@ def get_config(variant: str = "") -> ConfigDict:
     mesh.context = 1
 
     config.task = task = ConfigDict()
-    task.source = "jaxrl.tasks.reasoning"  # dotted name of a module with a TaskSource called `Source`
+    task.source = (
+        "jaxrl.tasks.reasoning"  # dotted name of a module with a TaskSource called `Source`
+    )
     task.family = "chain_sum"  # a Reasoning Gym data set
     task.parameters = ConfigDict(
         {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}, convert_dict=False
@@ -53,11 +60,17 @@ def get_config(variant: str = "") -> ConfigDict:
     task.reward = "exact"  # exact: 1 if score >= 1 else 0 | score: as the verifier gives it
 
     config.pool = pool = ConfigDict()
-    pool.kind = "local"  # local: generate and verify in this process | recorded: read from pool.path
-    pool.path = ""  # recorded: directory of records; "" means demonstrations made from the task's train split
+    # local: generate and verify in this process | recorded: read from pool.path
+    pool.kind = "local"
+    # recorded: directory of records; "" means demonstrations made from the task's train split
+    pool.path = ""
     pool.local_dir = ""  # where records of this run go (a local disk); "" means <workdir>/pool
     pool.rollouts_per_group = 8
-    pool.max_refills = 4  # rounds of refilling for groups that the algorithm refuses, then fewer are trained
+    pool.epochs = 0  # recorded: passes over the records, then the phase ends; 0 means no end
+    pool.publish_every_steps = 1  # weights to the pool; 0: at the end of a phase only
+    pool.max_refills = (
+        4  # rounds of refilling for groups that the algorithm refuses, then fewer are trained
+    )
     pool.record = True  # keep the rollouts on disk
     pool.tokenizer = "sentencepiece"  # trained on the task's text
     pool.tokenizer_vocab_size = 64
@@ -69,8 +82,12 @@ def get_config(variant: str = "") -> ConfigDict:
     sampler.prompt_buckets = (32,)  # prompt lengths that are compiled; the longest is the limit
     sampler.slots = 256  # sequences decoded side by side
 
-    config.algorithm = ConfigDict({"name": "grpo"})  # name and the fields of jaxrl/algorithms/<name>.py
-    config.scorers = ConfigDict()  # models besides the student: teacher, self, value; none needed so far
+    config.algorithm = ConfigDict(
+        {"name": "grpo"}
+    )  # name and the fields of jaxrl/algorithms/<name>.py
+    config.scorers = (
+        ConfigDict()
+    )  # models besides the student: teacher, self, value; none needed so far
 
     config.optimizer = optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw | sgd
@@ -83,7 +100,8 @@ def get_config(variant: str = "") -> ConfigDict:
     optimizer.epsilon = 1e-8
     optimizer.weight_decay = 0.0
     optimizer.clip_norm = 1.0  # global norm of the gradient
-    optimizer.freeze = ()  # regular expressions searched in parameter names: no gradient, no moments, no update
+    # regular expressions searched in parameter names: no gradient, no moments, no update
+    optimizer.freeze = ()
 
     config.train = train = ConfigDict()
     train.steps = 100
@@ -109,11 +127,19 @@ def get_config(variant: str = "") -> ConfigDict:
     log.samples = 4  # rollouts shown as text
     log.samples_every_steps = 10
 
-    # Phases run in this order on the same weights. phases.<name> overrides sections for that phase only.
+    # Phases run in this order on the same weights; phases.<name> overrides sections for that one.
     config.phases = ConfigDict({"order": ("main",), "main": ConfigDict()})
 
     if variant == "tiny":
-        model.update(layers=2, width=32, heads=2, kv_heads=1, head_size=16, hidden=64, score_chunk_positions=256)
+        model.update(
+            layers=2,
+            width=32,
+            heads=2,
+            kv_heads=1,
+            head_size=16,
+            hidden=64,
+            score_chunk_positions=256,
+        )
         task.update(train_prompts=64, held_out_prompts=16)
         pool.update(rollouts_per_group=4)
         sampler.update(max_new_tokens=4, slots=16)

@@ -1,0 +1,276 @@
+"""The loop of one phase: take, collate, step, publish, log, save.
+
+Read ``train`` from top to bottom to follow a batch from the pool to the update.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl import evaluate, mesh
+from jaxrl.algorithms import contract as algorithms
+from jaxrl.model.policy import Policy
+from jaxrl.model.pretrained import write_weights
+from jaxrl.model.sampler import Sampler
+from jaxrl.pool.contract import Group, Manifest, PoolEnd, RolloutPool
+from jaxrl.pool.rollout import ACTION, Version
+from jaxrl.pool.tokenizer import SentencePieceTokenizer
+from jaxrl.tasks.contract import TaskSource
+from jaxrl.train import optimizer
+from jaxrl.train.checkpoint import Checkpoints, Restored
+from jaxrl.train.collate import collate
+from jaxrl.train.metrics import Logger, Progress, samples_table
+from jaxrl.train.settings import Phase
+from jaxrl.train.state import TrainState
+from jaxrl.train.step import make_step
+from jaxrl.train.workdir import Workdir
+
+# Evaluation draws under group ids of its own, so that its keys never meet those of training.
+EVAL_GROUPS = 1 << 30
+
+
+@dataclasses.dataclass
+class Clock:
+    """Where the seconds of the present phase went, and how many tokens were trained in them."""
+
+    phase: str = ""
+    running_s: float = 0.0  # all of the loop, without compilation
+    take_s: float = 0.0
+    trained_tokens: int = 0
+
+    def add(self, phase: Phase, tokens: int, running_s: float, take_s: float) -> None:
+        """Count a step; another phase starts from nothing."""
+        if self.phase != phase.name:
+            self.phase, self.running_s, self.take_s, self.trained_tokens = phase.name, 0, 0, 0
+        self.running_s += running_s
+        self.take_s += take_s
+        self.trained_tokens += tokens
+
+
+@dataclasses.dataclass
+class Compilation:
+    """Seconds that this process spent on compiling so far."""
+
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, seconds: float, **_: Any) -> None:
+        # Tracing is left out: its events nest, so that their sum counts twice.
+        if event.endswith(("backend_compile_duration", "jaxpr_to_mlir_module_duration")):
+            self.seconds += seconds
+
+
+# Listeners cannot be removed, so there is one for the process.
+COMPILATION = Compilation()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What does the work, the same in all phases of a run."""
+
+    mesh: Mesh
+    policy: Policy
+    sampler: Sampler
+    source: TaskSource
+    tokenizer: SentencePieceTokenizer
+
+
+@dataclasses.dataclass
+class Books:
+    """What is written down, and the accounts that go into each checkpoint."""
+
+    workdir: Workdir
+    checkpoints: Checkpoints
+    logger: Logger
+    progress: Progress
+    identity: Mapping[str, Any]  # what a continuation of this run must share with it
+    prompts: Mapping[str, str]  # text of the train split's tasks, by key
+    epoch: int = 0  # of the lineage: one more after each restart
+    consumed: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"groups": 0, "digest": "", "last": []}
+    )  # groups trained so far and the chained digest of their manifests
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    compilations: dict[str, int] = dataclasses.field(default_factory=dict)
+    published: tuple[Version, str] | None = None  # the newest weights directory
+
+    def continue_from(self, restored: Restored) -> None:
+        """Take over the accounts of a checkpoint, and drop what was written past it."""
+        self.epoch = restored.host["epoch"] + 1
+        self.consumed = restored.host["consumed"]
+        self.workdir.forget_after(restored.step)
+        self.progress.note(f"continuing at step {restored.step}")
+        self.logger.scalars(restored.step, {"checkpoint/fallbacks": restored.fallbacks})
+
+    def consume(self, manifest: Manifest) -> None:
+        """Chain the manifest of a step into the account of what was trained."""
+        groups = [list(group) for group in manifest.groups]
+        chained = self.consumed["digest"] + json.dumps(groups)
+        self.consumed = {
+            "groups": self.consumed["groups"] + len(groups),
+            "digest": hashlib.blake2b(chained.encode(), digest_size=16).hexdigest(),
+            "last": groups,
+        }
+        self.workdir.journal(manifest)
+
+    def close(self) -> None:
+        """End the files that are open."""
+        self.progress.close()
+        self.logger.close()
+        self.checkpoints.close()
+
+
+def publish(books: Books, phase: Phase, state: TrainState) -> tuple[Version, str]:
+    """The student's weights as a versioned directory: which version, and where it is."""
+    step = int(state.step)
+    if books.published is None or books.published[0].step != step:
+        path = books.workdir.weights(books.epoch, step)
+        student = state.roles["student"].all
+        digest = write_weights(path, student, epoch=books.epoch, step=step)
+        books.published = Version(books.epoch, step, digest), str(path)
+        books.workdir.drop_weights(phase.checkpoint.keep_weights)
+    return books.published
+
+
+def measure(parts: Parts, books: Books, phase: Phase, state: TrainState) -> dict[str, Any]:
+    """Held-out accuracy of these weights; read back if it was measured before a restart."""
+    step = int(state.step)
+    result = books.workdir.read_eval(step)
+    if result is None:
+        parts.sampler.load(*publish(books, phase, state))
+        result = evaluate.evaluate(
+            parts.sampler,
+            parts.tokenizer,
+            parts.source,
+            parts.source.tasks("held_out")[: phase.eval.prompts],
+            samples=phase.eval.samples,
+            temperature=phase.eval.temperature,
+            max_new_tokens=phase.sampler.max_new_tokens,
+            first_group=EVAL_GROUPS,
+        ).to_json()
+        books.workdir.write_eval(step, result)
+    accuracies = {
+        name: value
+        for name, value in result.items()
+        if re.fullmatch(r"(avg|pass)_at_\d+|greedy", name)
+    }
+    books.logger.scalars(step, {f"eval/{name}": value for name, value in accuracies.items()})
+    stated = "  ".join(f"{name} {100 * value:.1f} %" for name, value in accuracies.items())
+    books.progress.note(f"held out after {step} steps: {stated}")
+    return result
+
+
+def save(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:
+    """Checkpoint all that the next step depends on, then let the pool commit what it covers."""
+    host = {
+        "phase": phase.name,
+        "epoch": books.epoch,
+        "identity": books.identity,
+        "consumed": books.consumed,
+        "pool": pool.state(),
+    }
+    books.checkpoints.save(int(state.step), state, host)
+    pool.commit(int(state.step) - 1)
+
+
+def log(
+    books: Books,
+    phase: Phase,
+    step: int,
+    groups: Sequence[Group],
+    numbers: Mapping[str, float],
+    seconds: Mapping[str, float],
+) -> None:
+    """Curves, samples and the progress line of one step."""
+    tokens = int(numbers["batch/action_tokens"])
+    wall = seconds["time/take_s"] + seconds["time/step_s"] + seconds["time/books_s"]
+    working = max(wall - seconds["time/compile_s"], 1e-9)
+    books.clock.add(phase, tokens, working, seconds["time/take_s"])
+    if (step + 1) % phase.log.every_steps == 0:
+        rate = {"train/tokens_per_s": tokens / working}
+        books.logger.scalars(step, {**numbers, **seconds, **rate})
+    if phase.log.samples and step % phase.log.samples_every_steps == 0:
+        rows = books.workdir.write_samples(step, groups, books.prompts, phase.log.samples)
+        books.logger.text(step, "samples/rollouts", samples_table(rows))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        lengths = [int((rollout.kind == ACTION).sum()) for rollout in rollouts]
+        books.logger.histograms(step, {"reward/spread": rewards, "response/length": lengths})
+    books.progress.update(
+        step + 1,
+        {"loss": numbers["loss/total"], "reward": numbers["reward/mean"]},
+        tokens=tokens,
+        seconds=wall,
+        compile_seconds=seconds["time/compile_s"],
+        label=phase.name,
+    )
+
+
+def train(
+    parts: Parts, books: Books, phase: Phase, state: TrainState, pool: RolloutPool
+) -> TrainState:
+    """Run the steps that are left of a phase.
+
+    One step: take whole groups, pad them to a Batch, update the weights, publish them, log, save.
+    Ends early, with a line that says so, when the pool has nothing left.
+    """
+    algorithm = algorithms.load(**phase.algorithm)
+    train_step = make_step(
+        parts.policy,
+        algorithm,
+        optimizer.build(phase.optimizer),
+        mesh=parts.mesh,
+        epochs=phase.train.epochs,
+        minibatches=phase.train.minibatches,
+        micro_rollouts=phase.train.micro_rollouts,
+        rollouts_per_group=phase.pool.rollouts_per_group,
+    )
+    for step in range(int(state.step), phase.last_step):
+        began, compiled = time.monotonic(), COMPILATION.seconds
+        try:
+            groups, manifest = pool.take(phase.train.groups, step)
+        except PoolEnd as end:
+            books.progress.note(f"{phase.name} ends at step {step} of {phase.last_step}: {end}")
+            break
+        taken = time.monotonic()
+        batch, counts = collate(
+            groups,
+            token_buckets=phase.train.token_buckets,
+            groups_per_step=phase.train.groups,
+            rollouts_per_group=phase.pool.rollouts_per_group,
+            minibatches=phase.train.minibatches,
+            needs=algorithm.needs,
+            algorithm=phase.algorithm["name"],
+        )
+        placed = mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec)
+        with jax.transfer_guard("disallow"):
+            state, metrics = train_step(state, placed)
+        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        stepped = time.monotonic()
+        books.consume(manifest)
+        every = phase.pool.publish_every_steps
+        if every and (step + 1) % every == 0:
+            pool.publish(*publish(books, phase, state))
+        if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step:
+            save(books, phase, state, pool)
+        numbers |= {f"pool/{name}": count for name, count in manifest.counts.items()}
+        numbers |= {f"batch/{name}": count for name, count in counts.items()}
+        seconds = {
+            "time/take_s": taken - began,
+            "time/step_s": stepped - taken,
+            "time/books_s": time.monotonic() - stepped,
+            "time/compile_s": COMPILATION.seconds - compiled,
+        }
+        log(books, phase, step, groups, numbers, seconds)
+        if phase.eval.every_steps and (step + 1) % phase.eval.every_steps == 0:
+            measure(parts, books, phase, state)
+    books.compilations[f"step:{phase.name}"] = train_step.trace_count
+    return state

@@ -1,0 +1,249 @@
+"""A schedule of phases on the same weights: build the parts, resume, run, report."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from jaxrl import mesh
+from jaxrl.algorithms import contract as algorithms
+from jaxrl.model import policy
+from jaxrl.model.sampler import Sampler
+from jaxrl.pool import recorded
+from jaxrl.pool.contract import RolloutPool
+from jaxrl.pool.local import LocalPool
+from jaxrl.pool.recorded import RecordedPool
+from jaxrl.pool.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from jaxrl.train import loop, optimizer, report, settings
+from jaxrl.train.checkpoint import Checkpoints, Restored
+from jaxrl.train.loop import Books, Parts
+from jaxrl.train.metrics import Logger, Progress
+from jaxrl.train.settings import Phase
+from jaxrl.train.state import TrainState, create, place, roles_of, shardings
+from jaxrl.train.workdir import Workdir
+
+# May differ between a run and its continuation: nothing that was trained depends on them.
+FREE_SECTIONS = ("mesh", "eval", "checkpoint", "log")
+FREE_POOL_FIELDS = ("local_dir", "watchdog_s", "record")
+
+
+def identity(phases: list[Phase], tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    """What a continuation must share with the run that it continues. The last phase may grow."""
+    record: dict[str, Any] = {"tokenizer": tokenizer.digest}
+    for phase in phases:
+        fields = dataclasses.asdict(phase)
+        for section in FREE_SECTIONS:
+            del fields[section]
+        for field in FREE_POOL_FIELDS:
+            del fields["pool"][field]
+        if phase is phases[-1]:
+            del fields["last_step"], fields["train"]["steps"]
+        record[fields.pop("name")] = fields
+    return record
+
+
+def pool_folder(phase: Phase, root: epath.Path) -> epath.Path:
+    """Where records go: a local disk if the config names one."""
+    return epath.Path(phase.pool.local_dir) if phase.pool.local_dir else root / "pool"
+
+
+def assemble(phase: Phase, root: epath.Path) -> Parts:
+    """Task, tokenizer, mesh, policy and sampler: the same in all phases of a run.
+
+    The tokenizer is trained on the train split's text, to the same bytes each time.
+    """
+    task, folder = phase.task, pool_folder(phase, root)
+    source = importlib.import_module(task.source).Source(
+        task.family,
+        task.parameters,
+        seed=task.seed,
+        train_prompts=task.train_prompts,
+        held_out_prompts=task.held_out_prompts,
+        held_out_fraction=task.held_out_fraction,
+    )
+    texts = [text for one in source.tasks("train") for text in (one.prompt, one.answer)]
+    tokenizer = train_sentencepiece(
+        texts, phase.pool.tokenizer_vocab_size, folder / "tokenizer.model"
+    )
+    if tokenizer.vocab_size > phase.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={phase.model.vocab_size}; allowed: >= {tokenizer.vocab_size}, "
+            "the tokenizer's"
+        )
+    devices = mesh.make_mesh(phase.mesh)
+    student = policy.build(phase.model, devices, mesh.Rules())
+    sampler = Sampler(
+        student,
+        devices,
+        seed=phase.seed,
+        slots=phase.sampler.slots,
+        prompt_buckets=phase.sampler.prompt_buckets,
+        max_new_tokens=phase.sampler.max_new_tokens,
+    )
+    return Parts(devices, student, sampler, source, tokenizer)
+
+
+def begin(phase: Phase, parts: Parts, params: dict[str, jax.Array]) -> TrainState:
+    """The state at a phase's start: these weights, new moments, a new reference if one is read."""
+    state = create(
+        params,
+        optimizer.build(phase.optimizer),
+        freeze=phase.optimizer.freeze,
+        roles=roles_of(algorithms.load(**phase.algorithm)),
+        key=jax.random.fold_in(jax.random.key(phase.seed), phase.first_step),
+        step=phase.first_step,
+    )
+    return place(state, parts.policy, parts.mesh)
+
+
+def form(phase: Phase, parts: Parts) -> TrainState:
+    """What ``begin`` would make, as shapes, dtypes and shardings."""
+    state = jax.eval_shape(
+        lambda params: create(
+            params,
+            optimizer.build(phase.optimizer),
+            freeze=phase.optimizer.freeze,
+            roles=roles_of(algorithms.load(**phase.algorithm)),
+            key=jax.random.key(phase.seed),
+            step=phase.first_step,
+        ),
+        parts.policy.shapes,
+    )
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        state,
+        shardings(state, parts.policy, parts.mesh),
+    )
+
+
+def open_pool(phase: Phase, parts: Parts, folder: epath.Path) -> RolloutPool:
+    """The pool that a phase asks for."""
+    if phase.pool.kind == "recorded":
+        path = epath.Path(phase.pool.path) if phase.pool.path else folder / "demonstrations"
+        if not phase.pool.path and not path.exists():
+            recorded.demonstrate(
+                parts.source,
+                parts.tokenizer,
+                path,
+                run_id="demonstrations",
+                max_tokens=max(phase.train.token_buckets),
+            )
+        return RecordedPool(
+            path,
+            seed=phase.seed,
+            rollouts_per_group=phase.pool.rollouts_per_group,
+            epochs=phase.pool.epochs,
+            keep=algorithms.load(**phase.algorithm).keep,
+            max_refills=phase.pool.max_refills,
+        )
+    return LocalPool(
+        parts.sampler,
+        parts.tokenizer,
+        parts.source,
+        run_id=phase.name,
+        seed=phase.seed,
+        rollouts_per_group=phase.pool.rollouts_per_group,
+        temperature=phase.sampler.temperature,
+        max_new_tokens=phase.sampler.max_new_tokens,
+        max_prompt_tokens=max(phase.sampler.prompt_buckets),
+        keep=algorithms.load(**phase.algorithm).keep,
+        max_refills=phase.pool.max_refills,
+        reward=phase.task.reward,
+        record_dir=folder / phase.name if phase.pool.record else None,
+        watchdog_s=phase.pool.watchdog_s,
+    )
+
+
+def resume(phases: list[Phase], parts: Parts, checkpoints: Checkpoints) -> Restored | None:
+    """The newest sound checkpoint, in the form of the phase that wrote it."""
+
+    def form_at(step: int) -> TrainState:
+        # A phase's last step is its own, not the next one's first.
+        late = (phase for phase in phases if step <= phase.last_step)
+        return form(next(late, phases[-1]), parts)
+
+    return checkpoints.latest(form_at, expect={"identity": identity(phases, parts.tokenizer)})
+
+
+def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
+    """Run a config in a workdir, or continue it there, and return what ``summary.json`` holds.
+
+    Raises ValueError or TypeError for a config that is refused, before anything is trained.
+    """
+    phases = settings.phases(config)
+    for phase in phases:
+        algorithms.load(**phase.algorithm)
+    root = epath.Path(workdir)
+    root.mkdir(parents=True, exist_ok=True)
+    parts = assemble(phases[0], root)
+    checkpoints = Checkpoints(root / "checkpoints", keep=phases[-1].checkpoint.keep)
+    restored = resume(phases, parts, checkpoints)
+    report.write_start(root, config.to_dict())
+    books = Books(
+        workdir=Workdir(root),
+        checkpoints=checkpoints,
+        logger=Logger(root, start_step=restored.step if restored else 0),
+        progress=Progress(phases[-1].last_step),
+        identity=identity(phases, parts.tokenizer),
+        prompts={task.key: task.prompt for task in parts.source.tasks("train")},
+    )
+    if restored:
+        books.continue_from(restored)
+    try:
+        return _schedule(phases, parts, books, restored)
+    finally:
+        books.close()
+
+
+def _schedule(
+    phases: list[Phase], parts: Parts, books: Books, restored: Restored | None
+) -> dict[str, Any]:
+    """Run the phases that are left, measure before and after the last, report."""
+    state: TrainState | None = restored.state if restored else None
+    current = restored.host["phase"] if restored else None
+    names = [phase.name for phase in phases]
+    before: dict[str, Any] = {}
+    for phase in phases[names.index(current) if current else 0 :]:
+        pool = open_pool(phase, parts, pool_folder(phase, books.workdir.root))
+        try:
+            if restored and phase.name == current:
+                pool.restore(restored.host["pool"])
+            else:
+                params = parts.policy.init(jax.random.key(phase.seed)) if state is None else None
+                state = begin(phase, parts, params or state.roles["student"].all)
+            assert state is not None
+            if phase is phases[-1]:
+                before = measured_before(parts, books, phase, state)
+            if phase.pool.kind == "local":
+                pool.publish(*loop.publish(books, phase, state))
+            state = loop.train(parts, books, phase, state, pool)
+        finally:
+            pool.close()
+    assert state is not None
+    after = loop.measure(parts, books, phases[-1], state)
+    outcome = report.Outcome(
+        before=before,
+        after=after,
+        steps=int(state.step),
+        tokens_per_s=books.clock.trained_tokens / max(books.clock.running_s, 1e-9),
+        generation_tokens_per_s=books.clock.trained_tokens / max(books.clock.take_s, 1e-9),
+        compilations={**books.compilations, **parts.sampler.compilations},
+        seed=phases[-1].seed,
+    )
+    return report.finish(books.workdir.root, outcome, {p.name: p.first_step for p in phases})
+
+
+def measured_before(parts: Parts, books: Books, phase: Phase, state: TrainState) -> dict[str, Any]:
+    """Held-out accuracy at a phase's start, which a continued run can only read back."""
+    if int(state.step) == phase.first_step:
+        return loop.measure(parts, books, phase, state)
+    result = books.workdir.read_eval(phase.first_step)
+    if result is None:
+        raise ValueError(
+            f"{books.workdir.root}/eval/{phase.first_step}.json is missing: the accuracy before "
+            f"phase {phase.name!r} cannot be measured at step {int(state.step)}"
+        )
+    return result

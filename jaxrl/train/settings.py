@@ -1,0 +1,251 @@
+"""Every config section as a frozen dataclass: ConfigDict stops here, and so do bad numbers.
+
+An unknown or missing field is a ``TypeError`` from the dataclass itself; a bad value is a
+``ValueError`` naming section, field, value and what is allowed.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.model.transformer import ModelConfig
+from jaxrl.train.optimizer import OptimizerConfig
+
+# A phase trains the same weights on the same questions on the same devices as the others.
+SHARED = ("seed", "model", "mesh", "task")
+
+
+def _positive(section: str, record: Any, *fields: str, least: float = 1) -> None:
+    for field in fields:
+        value = record.__dict__[field]
+        if not value >= least:
+            raise ValueError(f"{section}.{field}={value!r} is too small; allowed: >= {least}")
+
+
+def _one_of(section: str, record: Any, field: str, allowed: tuple[str, ...]) -> None:
+    value = record.__dict__[field]
+    if value not in allowed:
+        raise ValueError(f"{section}.{field}={value!r} is unknown; allowed: {', '.join(allowed)}")
+
+
+def _ladder(section: str, record: Any, field: str) -> None:
+    value = record.__dict__[field]
+    if not value or list(value) != sorted(set(value)) or value[0] < 1:
+        raise ValueError(f"{section}.{field}={value!r}; allowed: increasing positive lengths")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """Which questions, how they are split, and which score is the reward."""
+
+    source: str
+    family: str
+    parameters: Mapping[str, Any]
+    seed: int
+    train_prompts: int
+    held_out_prompts: int
+    held_out_fraction: float
+    reward: str
+
+    def __post_init__(self) -> None:
+        _positive("task", self, "train_prompts", "held_out_prompts")
+        _one_of("task", self, "reward", ("exact", "score"))
+        if not 0 < self.held_out_fraction < 1:
+            raise ValueError(
+                f"task.held_out_fraction={self.held_out_fraction!r}; allowed: between 0 and 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolConfig:
+    """Where rollouts come from and how they are counted."""
+
+    kind: str
+    path: str
+    local_dir: str
+    rollouts_per_group: int
+    epochs: int
+    publish_every_steps: int
+    max_refills: int
+    record: bool
+    tokenizer: str
+    tokenizer_vocab_size: int
+    watchdog_s: float
+
+    def __post_init__(self) -> None:
+        _one_of("pool", self, "kind", ("local", "recorded"))
+        _one_of("pool", self, "tokenizer", ("sentencepiece",))
+        _positive("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
+        _positive("pool", self, "epochs", "publish_every_steps", "max_refills", least=0)
+        _positive("pool", self, "watchdog_s", least=1e-3)
+        if self.kind == "local" and self.publish_every_steps != 1:
+            raise ValueError(
+                f"pool.publish_every_steps={self.publish_every_steps!r}; allowed with "
+                "pool.kind='local': 1 (a synchronous pool samples from the newest weights)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+    """How responses are drawn."""
+
+    temperature: float
+    max_new_tokens: int
+    prompt_buckets: tuple[int, ...]
+    slots: int
+
+    def __post_init__(self) -> None:
+        _positive("sampler", self, "max_new_tokens", "slots")
+        _ladder("sampler", self, "prompt_buckets")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"sampler.temperature={self.temperature!r}; allowed: > 0 "
+                "(greedy samples are refused for training)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How many groups a step takes and how the step is cut."""
+
+    steps: int
+    groups: int
+    epochs: int
+    minibatches: int
+    micro_rollouts: int
+    token_buckets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _positive("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
+        _ladder("train", self, "token_buckets")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """How held-out accuracy is measured."""
+
+    every_steps: int
+    prompts: int
+    samples: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        _positive("eval", self, "prompts", "samples")
+        _positive("eval", self, "every_steps", least=0)
+        if not self.temperature > 0:
+            raise ValueError(
+                f"eval.temperature={self.temperature!r}; allowed: > 0 "
+                "(greedy accuracy is always reported beside)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """How often state is saved and how much is kept."""
+
+    every_steps: int
+    keep: int
+    keep_weights: int
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint", self, "every_steps", "keep", "keep_weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """How often curves and samples are written."""
+
+    every_steps: int
+    samples: int
+    samples_every_steps: int
+
+    def __post_init__(self) -> None:
+        _positive("log", self, "every_steps", "samples_every_steps")
+        _positive("log", self, "samples", least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One resolved phase of a run: the steps ``first_step .. last_step - 1`` of the whole."""
+
+    name: str
+    first_step: int
+    last_step: int
+    seed: int
+    model: ModelConfig
+    mesh: Mapping[str, int]
+    task: TaskConfig
+    pool: PoolConfig
+    sampler: SamplerConfig
+    algorithm: Mapping[str, Any]
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    log: LogConfig
+
+
+def _overridden(base: dict[str, Any], override: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``base`` with the fields of ``override``; a field that base lacks is an error."""
+    merged = copy.deepcopy(base)
+    for key, value in override.items():
+        if key not in base:
+            raise ValueError(f"{where}.{key} is unknown; allowed: {', '.join(sorted(base))}")
+        if isinstance(value, Mapping) and key not in ("algorithm", "parameters"):
+            merged[key] = _overridden(base[key], value, f"{where}.{key}")
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
+    train = TrainConfig(**sections["train"])
+    if sections["scorers"]:
+        raise ValueError(
+            f"scorers={sections['scorers']!r}; allowed: none for the algorithms that exist"
+        )
+    return Phase(
+        name=name,
+        first_step=first_step,
+        last_step=first_step + train.steps,
+        seed=sections["seed"],
+        model=ModelConfig(**sections["model"]),
+        mesh=sections["mesh"],
+        task=TaskConfig(**sections["task"]),
+        pool=PoolConfig(**sections["pool"]),
+        sampler=SamplerConfig(**sections["sampler"]),
+        algorithm=sections["algorithm"],
+        optimizer=OptimizerConfig(**sections["optimizer"]),
+        train=train,
+        eval=EvalConfig(**sections["eval"]),
+        checkpoint=CheckpointConfig(**sections["checkpoint"]),
+        log=LogConfig(**sections["log"]),
+    )
+
+
+def phases(config: ConfigDict) -> list[Phase]:
+    """Unpack a config into its phases, in order.
+
+    Each phase takes the top-level sections with ``phases.<name>`` laid over them. Raises ValueError
+    or TypeError naming the section, the field, the value and what is allowed.
+    """
+    sections = config.to_dict()
+    table = sections.pop("phases")
+    order = table.pop("order")
+    if not order or len(set(order)) != len(order) or set(order) != set(table):
+        raise ValueError(
+            f"phases.order={order!r}; allowed: each of phases' entries {sorted(table)} exactly once"
+        )
+    resolved: list[Phase] = []
+    for name in order:
+        for shared in SHARED:
+            if shared in table[name]:
+                raise ValueError(
+                    f"phases.{name}.{shared}: {', '.join(SHARED)} are the same in all phases"
+                )
+        merged = _overridden(sections, table[name], f"phases.{name}")
+        resolved.append(_phase(name, merged, resolved[-1].last_step if resolved else 0))
+    return resolved

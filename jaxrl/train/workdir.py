@@ -1,0 +1,99 @@
+"""Where a run writes, beside checkpoints and curves: weights, evaluations, samples, journal.
+
+Everything goes through ``etils.epath``, so a workdir may be a folder or a bucket. Files appear
+whole or not at all.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from jaxrl.pool.contract import Group, Manifest
+
+
+def write_json(path: epath.Path, record: Mapping[str, Any]) -> None:
+    """Write a JSON file under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    temporary.replace(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """The layout of contracts: ``weights/ eval/ samples/ pool/ journal.jsonl`` under one root."""
+
+    root: epath.Path
+
+    @property
+    def pool(self) -> epath.Path:
+        """Records of this run, unless the config names a local disk for them."""
+        return self.root / "pool"
+
+    def weights(self, epoch: int, step: int) -> epath.Path:
+        """The directory of one published version."""
+        return self.root / "weights" / f"v={epoch}-{step}"
+
+    def drop_weights(self, keep: int) -> None:
+        """Delete all published versions but the newest ``keep``."""
+        published = [path for path in (self.root / "weights").glob("v=*-*") if path.is_dir()]
+
+        def age(path: epath.Path) -> tuple[int, ...]:
+            return tuple(int(part) for part in path.name.removeprefix("v=").split("-"))
+
+        for path in sorted((path for path in published if path.suffix != ".tmp"), key=age)[:-keep]:
+            path.rmtree()
+
+    def write_eval(self, step: int, result: Mapping[str, Any]) -> None:
+        """Keep the held-out result of the weights after ``step`` steps."""
+        write_json(self.root / "eval" / f"{step}.json", result)
+
+    def read_eval(self, step: int) -> dict[str, Any] | None:
+        """The held-out result of ``step``, if it was measured."""
+        path = self.root / "eval" / f"{step}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def write_samples(
+        self, step: int, groups: Sequence[Group], prompts: Mapping[str, str], limit: int
+    ) -> list[dict[str, Any]]:
+        """Keep the first rollouts of a step as text, one JSON line each, and return them."""
+        rows = [
+            {
+                "group": group.id,
+                "sample": rollout.sample,
+                "prompt": prompts[rollout.task_key],
+                "response": rollout.text,
+                "reward": rollout.reward,
+                "correct": rollout.correct,
+                "stop_reason": str(rollout.stop_reason),
+            }
+            for group in groups
+            for rollout in group.rollouts
+        ][:limit]
+        path = self.root / "samples" / f"{step}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return rows
+
+    def forget_after(self, step: int) -> None:
+        """Remove what an abandoned lineage wrote past ``step``."""
+        for folder in ("eval", "samples"):
+            for path in (self.root / folder).glob("*.json*"):
+                if path.name.split(".")[0].isdigit() and int(path.name.split(".")[0]) > step:
+                    path.unlink()
+        journal = self.root / "journal.jsonl"
+        if journal.exists():
+            lines = [line for line in journal.read_text().splitlines() if line]
+            kept = [line for line in lines if json.loads(line)["step"] < step]
+            temporary = journal.with_name("journal.jsonl.tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(journal)
+
+    def journal(self, manifest: Manifest) -> None:
+        """Append what a step consumed: a replay after a rollback can be compared with it."""
+        line = json.dumps(dataclasses.asdict(manifest), sort_keys=True)
+        with (self.root / "journal.jsonl").open("a") as file:
+            file.write(line + "\n")
