@@ -1,7 +1,8 @@
 """Where arrays live: mesh axes, the map from logical to mesh axes, and placing trees of arrays.
 
-Axes are Auto, said explicitly: ``jax.make_mesh`` may default to Explicit, under which every formula would have to name
-shardings. Parameters carry logical axis names; only this file knows what they mean on a mesh.
+Axes are Auto, said explicitly: ``jax.make_mesh`` may default to Explicit, under which every formula
+would have to name shardings. Parameters carry logical axis names; only this file knows what they
+mean on a mesh.
 
     data     copies of the parameters, rows of the batch split
     fsdp     parameters split along their width, rows of the batch split too
@@ -25,7 +26,9 @@ MeshAxes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Logical axis -> mesh axes, () being replicated. Raises ValueError for a mesh axis that does not exist."""
+    """Logical axis -> mesh axes, () being replicated. Raises ValueError for a mesh axis that does
+    not exist.
+    """
 
     rows: MeshAxes = ("data", "fsdp")  # rows of a batch, slots of the sampler
     embed: MeshAxes = ("fsdp",)
@@ -53,9 +56,11 @@ class Rules:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over all of ``devices`` (default: every device there is); axes that are not named have size 1.
+    """A mesh over all of ``devices`` (default: every device there is); axes that are not named have
+    size 1.
 
-    Raises ValueError for an unknown axis, a size below 1, or a product that is not the number of devices.
+    Raises ValueError for an unknown axis, a size below 1, or a product that is not the number of
+    devices.
     """
     unknown = sorted(set(sizes) - set(AXES))
     if unknown:
@@ -68,13 +73,16 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     if math.prod(shape) != len(devices):
         stated = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
         raise ValueError(
-            f"{stated}: the product is {math.prod(shape)}, but {len(devices)} devices are given; they must be equal"
+            f"{stated}: the product is {math.prod(shape)}, but {len(devices)} devices are given; "
+            "they must be equal"
         )
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def spec(logical: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
-    """Logical axes of an array -> PartitionSpec. Raises ValueError if two of its axes claim one mesh axis."""
+    """Logical axes of an array -> PartitionSpec. Raises ValueError if two of its axes claim one
+    mesh axis.
+    """
     entries = [rules[name] if name is not None else () for name in logical]
     claimed = [axis for entry in entries for axis in entry]
     twice = sorted({axis for axis in claimed if claimed.count(axis) > 1})
@@ -91,7 +99,9 @@ def ways(mesh: Mesh | None, axes: MeshAxes) -> int:
 
 
 def require_divisible(field: str, value: int, mesh: Mesh | None, axes: MeshAxes) -> None:
-    """Raise ValueError naming the field, its value and what is allowed, if ``axes`` do not divide it."""
+    """Raise ValueError naming the field, its value and what is allowed, if ``axes`` do not divide
+    it.
+    """
     parts = ways(mesh, axes)
     if value % parts:
         below, above = value // parts * parts, (value // parts + 1) * parts
@@ -108,7 +118,8 @@ def batch_sharding(mesh: Mesh, rules: Rules | None = None) -> NamedSharding:
 
 
 def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
-    """Put a tree of arrays on the mesh; ``specs`` is one PartitionSpec for all or a tree like ``tree``.
+    """Put a tree of arrays on the mesh; ``specs`` is one PartitionSpec for all or a tree like
+    ``tree``.
 
     Raises ValueError naming the leaf if an axis of it does not divide by its mesh axes.
     """

@@ -1,7 +1,9 @@
-"""The model as pure functions of flat parameters: init, score, and what the sampler needs. Logits of training live here only.
+"""The model as pure functions of flat parameters: init, score, and what the sampler needs. Logits
+of training live here only.
 
-``score`` runs each scorer's trunk once, then walks over chunks of positions under ``jax.checkpoint``: only a chunk's logits
-exist at any time, in the forward pass and in the backward pass, so no ``[rollout token vocab]`` array is ever formed.
+``score`` runs each scorer's trunk once, then walks over chunks of positions under
+``jax.checkpoint``: only a chunk's logits exist at any time, in the forward pass and in the backward
+pass, so no ``[rollout token vocab]`` array is ever formed.
 """
 
 import dataclasses
@@ -24,7 +26,9 @@ Cache = tuple[tuple[Array, Array], ...]  # for each layer keys and values, [slot
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A model form on a mesh, without arrays; hashable, hence a static argument of jitted functions."""
+    """A model form on a mesh, without arrays; hashable, hence a static argument of jitted
+    functions.
+    """
 
     config: ModelConfig
     mesh: Mesh | None
@@ -95,12 +99,13 @@ class Policy:
     ) -> dict[str, Array]:
         """What ``read`` says of each token, ``x[j]`` belonging to token j.
 
-        ``params`` maps who scores to flat parameters. ``read(logits, taken)`` sees a chunk: ``logits[name][position vocab]``
-        in float32, divided by the temperature of the token they predict, and the ids taken there; it returns arrays whose
-        first axis is position. A scorer's name is "student" for ("student", "plain"), else "who/view".
+        ``params`` maps who scores to flat parameters. ``read(logits, taken)`` sees a chunk:
+        ``logits[name][position vocab]`` in float32, divided by the temperature of the token they
+        predict, and the ids taken there; it returns arrays whose first axis is position. A scorer's
+        name is "student" for ("student", "plain"), else "who/view".
 
-        x is 0 where there is nothing to score: padding, the first token of a segment (nothing of its segment comes before),
-        and tokens that a view of the scorers does not hold.
+        x is 0 where there is nothing to score: padding, the first token of a segment (nothing of
+        its segment comes before), and tokens that a view of the scorers does not hold.
         """
         scored = begun(batch.segment)
         states: dict[str, Array] = {}
@@ -135,7 +140,9 @@ class Policy:
         return {name: finish(x) for name, x in found.items()}
 
     def _before(self, params: Params, batch: Batch, view: str) -> tuple[Array, Array]:
-        """Hidden state just before each token of the plain row, and whether the view holds such a place."""
+        """Hidden state just before each token of the plain row, and whether the view holds such a
+        place.
+        """
         if view == "plain":
             states = self.hidden(params, batch.tokens, batch.position, batch.segment)
             return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1], jnp.ones(
@@ -153,8 +160,8 @@ class Policy:
     ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
         """Functions that cut [row token ...] into [chunk position ...] and join it again.
 
-        A chunk takes a few tokens of every row, or, if the rows alone are too many, every n-th row: each device keeps its
-        own rows in both cases and nothing moves between devices.
+        A chunk takes a few tokens of every row, or, if the rows alone are too many, every n-th row:
+        each device keeps its own rows in both cases and nothing moves between devices.
         """
         devices = ways(self.mesh, self.rules.rows)
         local, limit = rows // devices, self.config.score_chunk_positions
@@ -180,9 +187,11 @@ class Policy:
     def prefill(
         self, params: Params, tokens: Int[Array, "row token"], length: Int[Array, " row"]
     ) -> tuple[Float[Array, "row vocab"], Cache]:
-        """Logits after each prompt's last token, and the prompts' keys and values ``[row kv_head token size]``.
+        """Logits after each prompt's last token, and the prompts' keys and values ``[row kv_head
+        token size]``.
 
-        Prompts start at column 0 and are padded on the right; only one position a row reaches the head.
+        Prompts start at column 0 and are padded on the right; only one position a row reaches the
+        head.
         """
         model = transformer.bind(self.config, params)
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -198,10 +207,11 @@ class Policy:
         return model.logits(model.norm(last)), tuple(cache)
 
     def decoder(self, params: Params) -> Callable[[Array, Array, Cache], tuple[Array, Cache]]:
-        """One decoding step: (token [slot], place [slot], cache) -> (logits [slot vocab] in float32, cache).
+        """One decoding step: (token [slot], place [slot], cache) -> (logits [slot vocab] in
+        float32, cache).
 
-        The token's keys and values go to ``place``; it sees places up to its own. The layers are taken apart here, once,
-        so that a loop around the step does not slice them again.
+        The token's keys and values go to ``place``; it sees places up to its own. The layers are
+        taken apart here, once, so that a loop around the step does not slice them again.
         """
         model = transformer.bind(self.config, params)
         layers = model.layers()
@@ -226,7 +236,9 @@ class Policy:
         return step
 
     def empty_cache(self, slots: int, places: int) -> Cache:
-        """Zeroed keys and values of the compute dtype, slots split like rows and heads like parameters."""
+        """Zeroed keys and values of the compute dtype, slots split like rows and heads like
+        parameters.
+        """
         shape = (slots, self.config.kv_heads, places, self.config.head_size)
         sharding = None
         if self.mesh is not None:
@@ -243,13 +255,17 @@ def scorer_name(who: str, view: str) -> str:
 
 
 def begun(segment: Int[Array, "row token"]) -> Array:
-    """True where an earlier token of the same segment exists, so that there is a prediction of this one."""
+    """True where an earlier token of the same segment exists, so that there is a prediction of this
+    one.
+    """
     before = jnp.pad(segment, ((0, 0), (1, 0)))[:, :-1]
     return (segment != 0) & (segment == before)
 
 
 def build(config: ModelConfig, mesh: Mesh | None, rules: Rules) -> Policy:
-    """A policy. Raises ValueError naming the field, its value and what is allowed if the mesh does not divide the model."""
+    """A policy. Raises ValueError naming the field, its value and what is allowed if the mesh does
+    not divide the model.
+    """
     sizes = {
         "embed": ("model.width", config.width),
         "heads": ("model.heads", config.heads),

@@ -1,13 +1,17 @@
-"""A decoder in the form of Qwen3, in Flax NNX: pre-norm blocks of grouped-query attention and SwiGLU.
+"""A decoder in the form of Qwen3, in Flax NNX: pre-norm blocks of grouped-query attention and
+SwiGLU.
 
-    x = E[token];  x += attention(norm(x));  x += swiglu(norm(x));  h = norm(x);  logits = h @ E^T (tied) or h @ W
+    x = E[token];  in each block: x += attention(norm(x)), x += swiglu(norm(x))
+    logits = norm(x) @ E^T (tied head) or norm(x) @ W
 
-Queries and keys are normalised per head, then rotated by position (halves rotated, as in the published weights). NNX only
-declares parameters here: everything is called as a pure function after ``split`` and ``merge``. The blocks are one Block
-whose parameters have a leading layer axis, scanned.
+Queries and keys are normalised per head, then rotated by position (halves rotated, as in the
+published weights). NNX only declares parameters here: everything is called as a pure function after
+``split`` and ``merge``. The blocks are one Block whose parameters have a leading layer axis,
+scanned.
 
-Shapes: x ``[row token embed]``, queries ``[row head token size]``, keys and values ``[row kv_head token size]``. Heads come
-before tokens because XLA:CPU runs these batched matmuls up to three times faster than with tokens first.
+Shapes: x ``[row token embed]``, queries ``[row head token size]``, keys and values ``[row kv_head
+token size]``. Heads come before tokens because XLA:CPU runs these batched matmuls up to three times
+faster than with tokens first.
 """
 
 import dataclasses
@@ -29,13 +33,17 @@ UNROLLED_LAYERS = 8
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 Params = Mapping[str, Array]
-# Takes a block's new keys and values, returns those to attend to: itself in training, the whole cache in decoding.
+# Takes a block's new keys and values, returns those to attend to: itself in training, the whole
+# cache in decoding.
 Remember = Callable[[Array, Array], tuple[Array, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The ``model`` section of the config. Raises ValueError naming the field, its value and what is allowed."""
+    """The ``model`` section of the config.
+
+    Raises ValueError naming the field, its value and what is allowed.
+    """
 
     family: str
     vocab_size: int
@@ -62,7 +70,8 @@ class ModelConfig:
         ):
             if dataclasses.asdict(self)[field] not in allowed:
                 raise ValueError(
-                    f"model.{field}={dataclasses.asdict(self)[field]!r} is unknown; allowed: {allowed}"
+                    f"model.{field}={dataclasses.asdict(self)[field]!r} is unknown; "
+                    f"allowed: {allowed}"
                 )
         positive = ("vocab_size", "layers", "width", "heads", "kv_heads", "head_size", "hidden")
         for field in (*positive, "rope_theta", "norm_epsilon", "score_chunk_positions"):
@@ -79,7 +88,10 @@ class ModelConfig:
 
 
 class Linear(nnx.Module):
-    """A kernel and nothing else; ``__call__`` contracts the last ``contract`` axes of x with the kernel's first."""
+    """A kernel and nothing else, drawn with deviation ``scale / sqrt(fan in)``.
+
+    ``contract`` is how many of the kernel's first axes are contracted with x's last.
+    """
 
     def __init__(
         self,
@@ -125,7 +137,7 @@ class RMSNorm(nnx.Module):
 def rotate(
     x: Float[Array, "row head token size"], position: Int[Array, "row token"], theta: float
 ) -> Array:
-    """Rotary positions: the pair (i, i + size/2) is turned by ``position * theta^(-2i/size)``, in float32."""
+    """Rotary positions, in float32: pair (i, i + size/2) turns by ``position theta^(-2i/size)``."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = position[:, None, :, None].astype(jnp.float32) * frequency
@@ -142,9 +154,10 @@ def attend(
     value: Float[Array, "row kv_head source size"],
     mask: Bool[Array, "row token source"],
 ) -> Float[Array, "row head token size"]:
-    """``softmax(q k^T / sqrt(size)) v`` where the mask is true; scores in float32. Each query needs one true entry.
+    """``softmax(q k^T / sqrt(size)) v`` where the mask is true; scores in float32.
 
-    Heads that share a key are folded into the token axis, so that one batched matmul serves them all.
+    Each query needs one true entry. Heads that share a key are folded into the token axis, so that one batched matmul serves them
+    all.
     """
     rows, heads, tokens, size = query.shape
     shared, source = key.shape[1], key.shape[2]
@@ -303,7 +316,10 @@ class Decoder(nnx.Module):
 
 
 def visible(segment: Int[Array, "row token"]) -> Bool[Array, "row token source"]:
-    """Causal and block-diagonal: same segment, not later in the row. Padding (0) sees padding, never anything else."""
+    """Causal and block-diagonal: same segment, not later in the row.
+
+    Padding (segment 0) sees padding only, and nothing sees it.
+    """
     tokens = segment.shape[1]
     causal = jnp.arange(tokens)[:, None] >= jnp.arange(tokens)[None, :]
     return causal[None] & (segment[:, :, None] == segment[:, None, :])
@@ -344,7 +360,10 @@ def logical_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
-    """Module from flat parameters. Raises ValueError naming all missing, surplus and mis-shaped ones at once."""
+    """Module from flat parameters.
+
+    Raises ValueError naming all missing, surplus and mis-shaped ones at once.
+    """
     definition, state = blueprint(config)
     expected = shapes(config)
     faults = [f"missing {name}" for name in sorted(set(expected) - set(params))]
