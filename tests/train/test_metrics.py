@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,10 +57,22 @@ def test_scalars_of_any_kind_come_back(tmp_path):
     assert curve(tmp_path, "eval/avg_at_k") == [(1, 1.0)]
 
 
-def test_written_at_once_not_at_close(tmp_path):
+def test_flush_puts_everything_on_disk(tmp_path):
     logger = Logger(tmp_path, start_step=0)
     logger.scalars(0, {"reward/mean": 0.5})
+    logger.flush()
     assert curve(tmp_path, "reward/mean") == lines(tmp_path, "reward/mean") == [(0, 0.5)]
+    logger.close()
+
+
+def test_written_every_second_without_being_asked(tmp_path, monkeypatch):
+    logger = Logger(tmp_path, start_step=0)
+    logger.scalars(0, {"reward/mean": 0.5})
+    assert lines(tmp_path, "reward/mean") == []
+    clock = time.monotonic
+    monkeypatch.setattr("time.monotonic", lambda: clock() + 1.5)
+    logger.scalars(1, {"reward/mean": 0.75})
+    assert lines(tmp_path, "reward/mean") == curve(tmp_path, "reward/mean") == [(0, 0.5), (1, 0.75)]
     logger.close()
 
 
