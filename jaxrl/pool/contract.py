@@ -1,12 +1,17 @@
-"""What the trainer asks of a pool, and what a pool asks of a generator. No jax: both sides may live elsewhere."""
+"""What the trainer asks of a pool, and what a pool asks of a generator. No jax: both sides may live
+elsewhere."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.pool.rollout import Rollout, StopReason, Version
+
+# keep(rewards [rollout], facts: each a list [rollout]): dynamic sampling; see
+# jaxrl.pool.rollout.judged
+Keep = Callable[[np.ndarray, Mapping[str, Any]], bool]
 
 
 class PoolError(RuntimeError):
@@ -28,7 +33,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What one step consumed: goes into the checkpoint, so that nothing is trained twice or lost."""
+    """What one step consumed: goes into the checkpoint, so that nothing is trained twice or
+    lost."""
 
     step: int
     groups: Sequence[tuple[int, str]]  # (group id, content hash of the group's rollouts)
@@ -37,7 +43,8 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sample to generate. Its key is fold_in(seed, group, sample, token): no slot, no attempt."""
+    """One sample to generate. Its key is fold_in(seed, group, sample, token): no slot, no
+    attempt."""
 
     prompt: Sequence[int]
     group: int
@@ -49,7 +56,8 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """Sampled ids with the sampled terminator kept; log-probs under the sampling temperature, full vocabulary."""
+    """Sampled ids with the sampled terminator kept; log-probs under the sampling temperature, full
+    vocabulary."""
 
     tokens: np.ndarray  # int32 [new]
     logp: np.ndarray  # float32 [new]
@@ -60,10 +68,99 @@ class Completion:
 class Generator(Protocol):
     """A generation engine: ids in, ids and log-probs out."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion for each request, in the order of the requests."""
+        ...
 
     def load(self, version: Version, path: str) -> None:
         """Take new weights from a published directory; refuses a digest that does not match."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text <-> ids, as a pool uses it."""
+
+    @property
+    def eos_id(self) -> int:
+        """Ends a response."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends a response."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without eos."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, for people and verifiers; it is never encoded again."""
+        ...
+
+
+class Question(Protocol):
+    """A task as a pool sees it (jaxrl.tasks.contract.Task)."""
+
+    @property
+    def key(self) -> str:
+        """Names the task in its source."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Names the source."""
+        ...
+
+    @property
+    def split(self) -> str:
+        """train or held_out."""
+        ...
+
+    @property
+    def prompt(self) -> str:
+        """The text that is asked."""
+        ...
+
+    @property
+    def answer(self) -> str:
+        """A right answer, "" where the source states none."""
+        ...
+
+    @property
+    def content_hash(self) -> str:
+        """Of the prompt's text."""
+        ...
+
+
+class Mark(Protocol):
+    """A verdict as a pool sees it (jaxrl.tasks.contract.Verdict)."""
+
+    @property
+    def score(self) -> float:
+        """As the verifier gives it."""
+        ...
+
+    @property
+    def correct(self) -> bool:
+        """The full mark."""
+        ...
+
+    @property
+    def components(self) -> Mapping[str, float]:
+        """Parts of the score, by name."""
+        ...
+
+
+class Questions(Protocol):
+    """A task source as a pool sees it (jaxrl.tasks.contract.TaskSource)."""
+
+    def tasks(self, split: Any) -> Sequence[Question]:
+        """Distinct questions of a split, always in the same order."""
+        ...
+
+    def verify(self, task: Any, response: str) -> Mark:
+        """Score a response's text. What it raises is a fault of the data."""
         ...
 
 
@@ -71,21 +168,28 @@ class RolloutPool(Protocol):
     """The pool as the trainer sees it."""
 
     def take(self, n: int, step: int) -> tuple[list[Group], Manifest]:
-        """At most n finished groups for this step; fewer only when refills or data ran out. Raises PoolEnd, PoolError."""
+        """At most n finished groups for this step; fewer only when refills or data ran out. Raises
+        PoolEnd, PoolError."""
         ...
 
     def commit(self, step: int) -> None:
-        """The step's checkpoint is complete (or the step is covered by policy): its groups are never handed out again."""
+        """The step's checkpoint is complete (or the step is covered by policy): its groups are
+        never handed out again."""
         ...
 
     def state(self) -> dict[str, Any]:
         """JSON-able state for the checkpoint."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Groups taken for steps that the checkpoint does not cover are handed
+        out again."""
+        ...
 
     def publish(self, version: Version, path: str) -> None:
         """New weights are at path."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the pool holds. Nothing that was committed is lost without it."""
+        ...

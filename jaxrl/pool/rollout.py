@@ -1,4 +1,7 @@
-"""A rollout: the facts of one attempt at a prompt, as every later method may need them. No advantage is computed here."""
+"""A rollout: the facts of one attempt at a prompt, as every later method may need them.
+
+No advantage is computed here.
+"""
 
 import dataclasses
 import enum
@@ -15,7 +18,8 @@ SCHEMA_VERSION = 1
 # Kinds of tokens; jaxrl.batch holds the same numbers for the device.
 PAD, PROMPT, ACTION, FEEDBACK, INJECTED = range(5)
 
-# Token arrays of a rollout and their types, on disk little-endian. Temperature is no half: the trainer divides by it.
+# Token arrays of a rollout and their types, on disk little-endian. Temperature is no half: the
+# trainer divides by it.
 COLUMNS: Mapping[str, str] = {
     "tokens": "<u4",
     "kind": "<u1",
@@ -25,6 +29,7 @@ COLUMNS: Mapping[str, str] = {
     "temperature": "<f4",
 }
 NOT_SAMPLED = 65535  # version_index of a token that no policy sampled
+ROUNDING = 1e-6  # nats by which a float32 log-prob may come out above 0
 
 # Columns that a fact may have beside numbers and text: named arrays, an open set.
 FACT_COLUMN = "facts/"
@@ -47,7 +52,8 @@ class StopReason(enum.StrEnum):
 
 
 class Failure(enum.StrEnum):
-    """Whose fault a missing or untrainable rollout is; only NONE and POLICY_TIMEOUT may carry a reward."""
+    """Whose fault a missing or untrainable rollout is; only NONE and POLICY_TIMEOUT may carry a
+    reward."""
 
     NONE = "none"
     INFRA = "infra"
@@ -68,14 +74,12 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One attempt. Arrays have one entry a token, prompt and response together; there is no split, only kinds.
+    """One attempt. Arrays have one entry a token, prompt and response together; there is no split,
+    only kinds.
 
-    ``logp`` is the sampler's, in nats under ``temperature``, 0 where the policy did not act. ``version_index`` points into
-    ``versions`` (65535: not sampled). ``reward`` is None where a failure forbids one.
-
-    RaggedError if the arrays' lengths differ; ValueError, naming the field, for a wrong type or kind, a version that is not
-    in the table, a log-prob above 0 or not finite, a temperature that is not positive, a reward that is not finite or that
-    the failure forbids. Nothing is repaired.
+    ``logp`` is the sampler's, in nats under ``temperature``, 0 where the policy did not act.
+    ``version_index`` points into ``versions`` (65535: not sampled). ``reward`` is None where a
+    failure forbids one.
     """
 
     run_id: str
@@ -102,14 +106,26 @@ class Rollout:
     facts: Mapping[str, Any]  # JSON values, or arrays
     times: Mapping[str, float]  # seconds since the epoch
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse what does not fit together. Called wherever a rollout enters: at the pool and when
+        read from disk.
+
+        RaggedError if the arrays' lengths differ; ValueError, naming the field, for a wrong type or
+        kind, a version that is not in the table, a log-prob above 0 or not finite, a temperature
+        that is not positive, a reward that is not finite or that the failure forbids. Nothing is
+        repaired.
+        """
         self._check_lengths()
         self._check_values()
         if self.reward is not None:
             if not math.isfinite(self.reward):
-                raise ValueError(f"reward={self.reward!r}; allowed: a finite number, or None beside a failure")
+                raise ValueError(
+                    f"reward={self.reward!r}; allowed: a finite number, or None beside a failure"
+                )
             if self.failure not in (Failure.NONE, Failure.POLICY_TIMEOUT):
-                raise ValueError(f"reward={self.reward!r} with failure={self.failure.value!r}; allowed: None")
+                raise ValueError(
+                    f"reward={self.reward!r} with failure={self.failure.value!r}; allowed: None"
+                )
         elif self.failure is Failure.NONE:
             raise ValueError("reward=None with failure='none'; allowed: a finite number")
 
@@ -117,34 +133,50 @@ class Rollout:
         lengths: dict[str, int] = {}
         for name, dtype in COLUMNS.items():
             array = self.__dict__[name]
-            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.dtype(dtype):
-                shape = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            if (
+                not isinstance(array, np.ndarray)
+                or array.ndim != 1
+                or array.dtype != np.dtype(dtype)
+            ):
+                shape = (
+                    f"{array.dtype}{list(array.shape)}"
+                    if isinstance(array, np.ndarray)
+                    else type(array).__name__
+                )
                 raise ValueError(f"{name} is {shape}; allowed: {np.dtype(dtype).name}[token]")
             lengths[name] = len(array)
         if len(set(lengths.values())) > 1:
-            raise RaggedError(f"token arrays differ in length: {lengths}; allowed: one length for all")
+            raise RaggedError(
+                f"token arrays differ in length: {lengths}; allowed: one length for all"
+            )
 
     def _check_values(self) -> None:
         if self.kind.size and self.kind.max() > INJECTED:
             raise ValueError(f"kind={self.kind.max()} is unknown; allowed: 0..{INJECTED}")
         sampled = self.version_index[self.version_index != NOT_SAMPLED]
         if sampled.size and sampled.max() >= len(self.versions):
-            raise ValueError(f"version_index={sampled.max()}; allowed: < {len(self.versions)} or {NOT_SAMPLED}")
-        if not np.all((self.logp <= 0) & np.isfinite(self.logp)):
-            worst = self.logp[~((self.logp <= 0) & np.isfinite(self.logp))][0]
-            raise ValueError(f"logp={worst}; allowed: finite, at most 0 nats")
+            raise ValueError(
+                f"version_index={sampled.max()}; allowed: < {len(self.versions)} or {NOT_SAMPLED}"
+            )
+        possible = (self.logp <= ROUNDING) & np.isfinite(self.logp)
+        if not possible.all():
+            raise ValueError(f"logp={self.logp[~possible][0]}; allowed: finite, at most 0 nats")
         if not np.all((self.temperature > 0) & np.isfinite(self.temperature)):
-            raise ValueError("temperature holds values that are not positive and finite; greedy is refused for training")
+            worst = self.temperature.min()
+            raise ValueError(f"temperature={worst}; allowed: > 0, greedy is refused for training")
 
     @property
     def idempotency_key(self) -> str:
         """Names this attempt for ever: H(run, group, sample, attempt)."""
-        identity = json.dumps([self.run_id, self.group_id, self.sample, self.attempt], separators=(",", ":"))
+        identity = json.dumps(
+            [self.run_id, self.group_id, self.sample, self.attempt], separators=(",", ":")
+        )
         return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     @property
     def digest(self) -> str:
-        """Hex digest of what was observed: tokens, log-probs, versions, reward, stop reason; not of identity or times."""
+        """Hex digest of what was observed: tokens, log-probs, versions, outcome; not of identity or
+        times."""
         hasher = hashlib.blake2b(digest_size=16)
         for name, dtype in COLUMNS.items():
             hasher.update(self.__dict__[name].astype(dtype).tobytes())
@@ -160,15 +192,21 @@ class Rollout:
         return hasher.hexdigest()
 
     def to_header(self) -> dict[str, Any]:
-        """Everything but the arrays, as JSON values, with ``schema_version`` and the idempotency key."""
-        header: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "idempotency_key": self.idempotency_key}
+        """Everything but the arrays, as JSON values, with ``schema_version`` and the idempotency
+        key."""
+        header: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "idempotency_key": self.idempotency_key,
+        }
         for field in dataclasses.fields(self):
             if field.name not in COLUMNS:
                 header[field.name] = self.__dict__[field.name]
         header["versions"] = [dataclasses.astuple(version) for version in self.versions]
         header["reward_components"] = dict(self.reward_components)
         header["times"] = dict(self.times)
-        header["facts"] = {name: fact for name, fact in self.facts.items() if not isinstance(fact, np.ndarray)}
+        header["facts"] = {
+            name: fact for name, fact in self.facts.items() if not isinstance(fact, np.ndarray)
+        }
         return header
 
     def to_columns(self) -> dict[str, np.ndarray]:
@@ -181,28 +219,43 @@ class Rollout:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> "Rollout":
-        """The inverse of ``to_header`` and ``to_columns``. ValueError for a newer schema or a missing field or column."""
+        """The inverse of ``to_header`` and ``to_columns``, checked.
+
+        ValueError for a newer schema, a missing field or column, and whatever ``check`` refuses.
+        """
         check_schema(header.get("schema_version"))
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: header[name] for name in known if name in header}
-        values |= {name: columns[name].astype(dtype[1:]) for name, dtype in COLUMNS.items() if name in columns}
+        values |= {
+            name: columns[name].astype(dtype[1:])
+            for name, dtype in COLUMNS.items()
+            if name in columns
+        }
         if missing := sorted(known - set(values)):
             raise ValueError(f"record lacks {', '.join(missing)}")
         values["versions"] = tuple(Version(*version) for version in values["versions"])
         values["stop_reason"] = StopReason(values["stop_reason"])
         values["failure"] = Failure(values["failure"])
-        arrays = {name.removeprefix(FACT_COLUMN): columns[name] for name in columns if name.startswith(FACT_COLUMN)}
+        arrays = {
+            name.removeprefix(FACT_COLUMN): columns[name]
+            for name in columns
+            if name.startswith(FACT_COLUMN)
+        }
         values["facts"] = {**values["facts"], **arrays}
-        return cls(**values)
+        rollout = cls(**values)
+        rollout.check()
+        return rollout
 
 
 def check_schema(version: Any) -> None:
-    """ValueError for anything but a schema version that this code reads; a newer one is named as such."""
+    """ValueError for anything but a schema version that this code reads; a newer one is named as
+    such."""
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"schema_version={version!r}; allowed: 1..{SCHEMA_VERSION}")
     if version > SCHEMA_VERSION:
         raise ValueError(
-            f"schema_version={version} is newer than this jaxrl reads; allowed: 1..{SCHEMA_VERSION}. Update jaxrl"
+            f"schema_version={version} is newer than this jaxrl reads; "
+            f"allowed: 1..{SCHEMA_VERSION}. Update jaxrl"
         )
 
 
@@ -212,3 +265,11 @@ def digest_of(rollouts: Iterable[Rollout]) -> str:
     for rollout in rollouts:
         hasher.update(rollout.digest.encode())
     return hasher.hexdigest()
+
+
+def judged(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, dict[str, list[Any]]]:
+    """What ``keep`` sees of a group: rewards [rollout] (NaN where there is none) and facts, each a
+    list [rollout]."""
+    rewards = np.array([np.nan if r.reward is None else r.reward for r in rollouts], np.float64)
+    names = sorted({name for rollout in rollouts for name in rollout.facts})
+    return rewards, {name: [rollout.facts.get(name) for rollout in rollouts] for name in names}

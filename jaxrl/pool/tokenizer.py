@@ -1,8 +1,8 @@
 """Text <-> token ids: a SentencePiece model trained on a task's own text. No jax here.
 
-Pieces are chosen so that text comes back as it went in: no normalisation, no space put in front, spaces kept, digits one
-by one. A prompt and its answer are encoded apart and their ids joined; the joined text is never encoded again, so the
-border between them is where training put it.
+Pieces are chosen so that text comes back as it went in: no normalisation, no space put in front,
+spaces kept, digits one by one. A prompt and its answer are encoded apart and their ids joined; the
+joined text is never encoded again, so the border between them is where training put it.
 """
 
 import hashlib
@@ -19,19 +19,22 @@ PAD_ID = 0
 UNKNOWN_ID = 1
 EOS_ID = 2
 
-# Shown where a sampled id has no text (padding, unknown, beyond the vocabulary): it can never complete a right answer.
+# Shown where a sampled id has no text (padding, unknown, beyond the vocabulary): it can never
+# complete a right answer.
 NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 
 # SentencePiece writes spaces as this sign inside, so the sign itself cannot be told from a space.
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
-# Text between digits that recurs in this part of the texts becomes one piece: a task's fixed wording costs one token.
+# Text between digits that recurs in this part of the texts becomes one piece: a task's fixed
+# wording costs one token.
 PHRASE_FRACTION = 0.05
 MAX_PHRASES = 32
 
 
 def shared_phrases(texts: Sequence[str]) -> list[str]:
-    """The wordings that a task repeats: runs without digits, of two characters or more, in at least 5 % of the texts.
+    """The wordings that a task repeats: runs without digits, of two characters or more, in at least
+    5 % of the texts.
 
     Sorted by how often they occur, then by text: the same texts give the same phrases in any order.
     """
@@ -50,15 +53,19 @@ def train_sentencepiece(
 ) -> "SentencePieceTokenizer":
     """Train on the texts, write the model to ``path`` (at once or not at all) and open it.
 
-    ``vocab_size`` is a ceiling: a small task has fewer pieces, and the tokenizer then has fewer. With ``exact`` that is a
-    ValueError that states the maximum. ValueError too if there is no text, or if the ceiling is too low for the characters
-    that occur, with the minimum. The same texts in the same order give the same bytes.
+    ``vocab_size`` is a ceiling: a small task has fewer pieces, and the tokenizer then has fewer.
+    With ``exact`` that is a ValueError that states the maximum. ValueError too if there is no text,
+    or if the ceiling is too low for the characters that occur, with the minimum. The same texts in
+    the same order give the same bytes.
     """
     texts = list(texts)
     if not any(texts):
-        raise ValueError("the texts to train a tokenizer on are empty; allowed: at least one character")
+        raise ValueError(
+            "the texts to train a tokenizer on are empty; allowed: at least one character"
+        )
     characters = sorted(set("".join(texts)) - {" ", SPACE})
-    # Control characters are no ordinary characters to SentencePiece: they have to be pieces of their own.
+    # Control characters are no ordinary characters to SentencePiece: they have to be pieces of
+    # their own.
     symbols = [sign for sign in characters if not sign.isprintable()]
     phrases = [run for run in shared_phrases(texts) if not set(run) & {*symbols, SPACE}]
     least = 3 + 1 + len(characters)  # pad, unknown and eos; the space; every character by itself
@@ -68,10 +75,14 @@ def train_sentencepiece(
     model, limit = _train(texts, vocab_size, symbols, characters)
     if limit is not None:
         if exact:
-            raise ValueError(f"vocab_size={vocab_size} is more than this text has pieces for; allowed: <= {limit}")
+            raise ValueError(
+                f"vocab_size={vocab_size} is more than this text gives; allowed: <= {limit}"
+            )
         model, limit = _train(texts, limit, symbols, characters)
     if model is None:
-        raise ValueError(f"SentencePiece found no vocabulary of at most {vocab_size} pieces in this text")
+        raise ValueError(
+            f"SentencePiece found no vocabulary of at most {vocab_size} pieces in this text"
+        )
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".tmp")
@@ -112,7 +123,9 @@ def _train(
     except RuntimeError as error:
         limit = re.search(r"too high .*<= (\d+)", str(error))
         if limit is None:
-            raise ValueError(f"SentencePiece cannot train with vocab_size={vocab_size}: {error}") from error
+            raise ValueError(
+                f"SentencePiece cannot train with vocab_size={vocab_size}: {error}"
+            ) from error
         return None, int(limit.group(1))
     return model.getvalue(), None
 
@@ -120,15 +133,17 @@ def _train(
 class SentencePieceTokenizer:
     """A trained model, read from a file.
 
-    ``decode(encode(text)) == text`` for texts made of the characters it was trained on. ``vocab_size`` counts all pieces,
-    the three special ids included; ``digest`` names the model's bytes.
+    ``decode(encode(text)) == text`` for texts made of the characters it was trained on.
+    ``vocab_size`` counts all pieces, the three special ids included; ``digest`` names the model's
+    bytes.
     """
 
     pad_id = PAD_ID
     eos_id = EOS_ID
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a model file. FileNotFoundError if there is none, ValueError if it is not a model of ours."""
+        """Open a model file. FileNotFoundError if there is none, ValueError if it is not a model of
+        ours."""
         model = pathlib.Path(path).read_bytes()
         self.digest = hashlib.blake2b(model, digest_size=16).hexdigest()
         self._pieces = sentencepiece.SentencePieceProcessor()
@@ -138,12 +153,16 @@ class SentencePieceTokenizer:
             raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
         ids = (self._pieces.pad_id(), self._pieces.unk_id(), self._pieces.eos_id())
         if ids != (PAD_ID, UNKNOWN_ID, EOS_ID):
-            raise ValueError(f"{path}: pad, unknown and eos ids are {ids}; allowed: {(PAD_ID, UNKNOWN_ID, EOS_ID)}")
+            raise ValueError(
+                f"{path}: pad, unknown and eos ids are {ids}; "
+                f"allowed: {(PAD_ID, UNKNOWN_ID, EOS_ID)}"
+            )
         self.vocab_size: int = self._pieces.vocab_size()
         self.stop_ids = frozenset({EOS_ID})
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without eos. A character that training never saw becomes the unknown id."""
+        """Ids of a text, without eos. A character that training never saw becomes the unknown
+        id."""
         return self._pieces.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:

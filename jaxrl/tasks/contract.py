@@ -23,7 +23,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """``score`` as the verifier gives it; ``correct`` is score >= 1, which is what accuracy counts."""
+    """``score`` as the verifier gives it; ``correct`` is score >= 1, which is what accuracy
+    counts."""
 
     score: float
     correct: bool
@@ -33,9 +34,13 @@ class Verdict:
 class TaskSource(Protocol):
     """Prompts with their verifier."""
 
-    def tasks(self, split: Split) -> Sequence[Task]: ...
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Distinct questions of a split, always in the same order."""
+        ...
 
-    def verify(self, task: Task, response: str) -> Verdict: ...
+    def verify(self, task: Task, response: str) -> Verdict:
+        """Score a response's text. What it raises is a fault of the data, never of the policy."""
+        ...
 
 
 def content_hash(text: str) -> str:
@@ -44,5 +49,6 @@ def content_hash(text: str) -> str:
 
 
 def split_of(digest: str, held_out_fraction: float) -> Split:
-    """The split that a content hash falls into: the same for every seed, order and size of the data set."""
+    """The split that a content hash falls into: the same for every seed, order and size of the data
+    set."""
     return "held_out" if int(digest, 16) < held_out_fraction * 2**64 else "train"

@@ -1,0 +1,280 @@
+"""Rollouts on disk: a JSON header and little-endian token arrays, every block with its crc32c.
+
+    file    = magic "JAXRLREC", u32 schema version, record*
+    record  = magic "ROLL", u64 bytes of its blocks, u32 crc32c of those 8 bytes, block*
+    block   = u32 bytes, u32 crc32c, the bytes
+    blocks  = the header; then its ``columns`` [[name, dtype], ...] in that order
+
+A record's frame has a check of its own, so a broken block costs one record and a broken frame the
+rest of the file.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import google_crc32c
+import numpy as np
+
+from jaxrl.pool.rollout import SCHEMA_VERSION, Rollout, check_schema
+
+SUFFIX = ".rollouts"
+
+_FILE_MAGIC = b"JAXRLREC"
+_RECORD_MAGIC = b"ROLL"
+_SCHEMA = struct.Struct("<I")
+_FRAME = struct.Struct("<4sQI")
+_BLOCK = struct.Struct("<II")
+
+
+class RecordError(ValueError):
+    """A record that cannot be read; the message names file and offset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """Bytes ``offset .. offset + length`` of a file hold no readable record."""
+
+    path: pathlib.Path
+    offset: int
+    length: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} at byte {self.offset}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a readable record lies, and whose it is."""
+
+    path: pathlib.Path
+    offset: int
+    run_id: str
+    group_id: int
+    sample: int
+    idempotency_key: str
+    digest: str
+
+
+def _block(data: bytes) -> bytes:
+    return _BLOCK.pack(len(data), google_crc32c.value(data)) + data
+
+
+def encode(rollout: Rollout) -> bytes:
+    """A rollout as one record."""
+    rollout.check()
+    columns = rollout.to_columns()
+    for name, column in columns.items():
+        if column.ndim != 1 or column.dtype.hasobject:
+            raise ValueError(
+                f"column {name} is {column.dtype}{list(column.shape)}; allowed: one axis of numbers"
+            )
+    header = rollout.to_header() | {"columns": [[name, c.dtype.str] for name, c in columns.items()]}
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False, sort_keys=True)
+    blocks = _block(text.encode()) + b"".join(
+        _block(column.tobytes()) for column in columns.values()
+    )
+    length = struct.pack("<Q", len(blocks))
+    return _FRAME.pack(_RECORD_MAGIC, len(blocks), google_crc32c.value(length)) + blocks
+
+
+class Writer:
+    """Appends rollouts to a file that gets its name when it is closed: nothing can be read half.
+
+    ``path`` replaces an older file of that name, so that a step that is run again leaves one
+    record. As a context manager it closes on success and leaves nothing behind on an error.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._half = self.path.with_name(self.path.name + ".tmp")
+        self._file = self._half.open("wb")
+        self._file.write(_FILE_MAGIC + _SCHEMA.pack(SCHEMA_VERSION))
+
+    def append(self, rollout: Rollout) -> None:
+        """Add one rollout. ValueError, with nothing written, if it does not fit together."""
+        self._file.write(encode(rollout))
+
+    def close(self) -> None:
+        """Make the file durable and give it its name."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._half.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Drop what was written."""
+        self._file.close()
+        self._half.unlink(missing_ok=True)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def _blocks(data: bytes) -> list[bytes]:
+    """The checked blocks of a record. ValueError saying which one is broken."""
+    blocks: list[bytes] = []
+    at = 0
+    while at < len(data):
+        if at + _BLOCK.size > len(data):
+            raise ValueError(f"block {len(blocks)} is cut off")
+        length, check = _BLOCK.unpack_from(data, at)
+        block = data[at + _BLOCK.size : at + _BLOCK.size + length]
+        if len(block) != length:
+            raise ValueError(f"block {len(blocks)} has {len(block)} of {length} bytes")
+        if google_crc32c.value(block) != check:
+            raise ValueError(f"crc32c of block {len(blocks)} does not match")
+        blocks.append(block)
+        at += _BLOCK.size + length
+    return blocks
+
+
+def _decode(data: bytes) -> Rollout:
+    """A rollout from the blocks of its record. ValueError if anything is amiss."""
+    blocks = _blocks(data)
+    if not blocks:
+        raise ValueError("the record is empty")
+    header = json.loads(blocks[0])
+    check_schema(header.get("schema_version"))
+    named = header["columns"]
+    if len(named) != len(blocks) - 1:
+        raise ValueError(f"the header names {len(named)} columns, the record has {len(blocks) - 1}")
+    columns = {
+        name: np.frombuffer(block, dtype)
+        for (name, dtype), block in zip(named, blocks[1:], strict=True)
+    }
+    return Rollout.from_header(header, columns)
+
+
+def _frame(file: BinaryIO, left: int) -> int:
+    """Bytes of the blocks of the record that starts here. ValueError if no whole record does."""
+    data = file.read(_FRAME.size)
+    if len(data) < _FRAME.size:
+        raise ValueError(
+            f"the file ends inside of a record ({len(data)} of {_FRAME.size} frame bytes)"
+        )
+    magic, length, check = _FRAME.unpack(data)
+    if magic != _RECORD_MAGIC or google_crc32c.value(struct.pack("<Q", length)) != check:
+        raise ValueError("no record starts here")
+    if length > left - _FRAME.size:
+        raise ValueError(
+            f"the file ends inside of a record ({left - _FRAME.size} of {length} bytes)"
+        )
+    return length
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    """The file, at its first record. RecordError for another kind of file and for a newer
+    schema."""
+    file = path.open("rb")
+    start = file.read(len(_FILE_MAGIC) + _SCHEMA.size)
+    try:
+        if len(start) < len(_FILE_MAGIC) + _SCHEMA.size or not start.startswith(_FILE_MAGIC):
+            raise ValueError("this is no file of rollouts")
+        check_schema(*_SCHEMA.unpack(start[len(_FILE_MAGIC) :]))
+    except ValueError as error:
+        file.close()
+        raise RecordError(f"{path} at byte 0: {error}") from error
+    return file
+
+
+def walk(path: str | os.PathLike[str]) -> Iterator[tuple[int, Rollout | Damage]]:
+    """Each record of a file with its offset: the rollout, or what is wrong with it.
+
+    RecordError if the file as a whole cannot be read: another format, or a schema newer than this
+    code.
+    """
+    path = pathlib.Path(path)
+    size = path.stat().st_size
+    with _open(path) as file:
+        while (offset := file.tell()) < size:
+            try:
+                length = _frame(file, size - offset)
+            except ValueError as error:
+                yield offset, Damage(path, offset, size - offset, str(error))
+                return
+            data = file.read(length)
+            try:
+                yield offset, _decode(data)
+            except (ValueError, KeyError, TypeError) as error:
+                yield offset, Damage(path, offset, _FRAME.size + length, str(error))
+
+
+def read(path: str | os.PathLike[str]) -> Iterator[Rollout]:
+    """The rollouts of a file in the order of writing. RecordError, naming file and offset, at the
+    first that is damaged."""
+    for _, found in walk(path):
+        if isinstance(found, Damage):
+            raise RecordError(str(found))
+        yield found
+
+
+def read_at(entry: Entry) -> Rollout:
+    """The rollout of one entry. RecordError if it changed since it was indexed."""
+    with _open(entry.path) as file:
+        file.seek(entry.offset)
+        try:
+            rollout = _decode(file.read(_frame(file, entry.path.stat().st_size - entry.offset)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{entry.path} at byte {entry.offset}: {error}") from error
+    if rollout.digest != entry.digest:
+        raise RecordError(
+            f"{entry.path} at byte {entry.offset}: the record was replaced after it was indexed"
+        )
+    return rollout
+
+
+def index(
+    path: str | os.PathLike[str], *, quarantine: str | os.PathLike[str] | None = None
+) -> tuple[list[Entry], list[Damage]]:
+    """Every readable record of a file, or of the files of a directory in the order of their names.
+
+    Each record is read and checked once. Damage is a RecordError naming file and offset, unless
+    ``quarantine`` names a directory: then the damaged bytes are copied there and reported.
+    FileNotFoundError if there is no file.
+    """
+    path = pathlib.Path(path)
+    files = sorted(path.glob("**/*" + SUFFIX)) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise FileNotFoundError(f"{path}: no file of rollouts (*{SUFFIX}) there")
+    entries: list[Entry] = []
+    damages: list[Damage] = []
+    for file in files:
+        for offset, found in walk(file):
+            if isinstance(found, Rollout):
+                identity = (found.run_id, found.group_id, found.sample, found.idempotency_key)
+                entries.append(Entry(file, offset, *identity, found.digest))
+                continue
+            if quarantine is None:
+                raise RecordError(str(found))
+            damages.append(found)
+            _set_aside(found, pathlib.Path(quarantine))
+    return entries, damages
+
+
+def _set_aside(damage: Damage, folder: pathlib.Path) -> None:
+    """Copy the damaged bytes, and say beside them what they are. A second reading writes the same
+    files again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{damage.path.stem}-{damage.offset}"
+    with damage.path.open("rb") as file:
+        file.seek(damage.offset)
+        (folder / f"{name}.bytes").write_bytes(file.read(damage.length))
+    (folder / f"{name}.txt").write_text(f"{damage}\n")
