@@ -144,10 +144,10 @@ def step_of(
     )
 
 
-def state_of(algorithm, tx, *, mesh=None, policy=None, freeze=(), seed=0):
+def state_of(algorithm, tx, *, mesh=None, policy=None, freeze=(), seed=0, params=None):
     policy = policy or Bigram()
     state = states.create(
-        policy.init(jax.random.key(seed)),
+        policy.init(jax.random.key(seed)) if params is None else params,
         tx,
         freeze=freeze,
         roles=states.roles_of(algorithm),

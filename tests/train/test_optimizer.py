@@ -1,0 +1,150 @@
+"""The chain's numbers by hand, and what is frozen."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.base import get_config
+from jaxrl.train.optimizer import OptimizerConfig, build, schedule, split
+
+PLAIN = OptimizerConfig(
+    name="sgd",
+    learning_rate=0.1,
+    warmup_updates=0,
+    decay_updates=0,
+    final_fraction=0.1,
+    b1=0.9,
+    b2=0.95,
+    epsilon=1e-8,
+    weight_decay=0.0,
+    clip_norm=1e9,
+    freeze=(),
+)
+
+
+def but(**changes):
+    return dataclasses.replace(PLAIN, **changes)
+
+
+def after(config, params, *grads):
+    tx = build(config)
+    state = tx.init(params)
+    for grad in grads:
+        updates, state = tx.update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def test_the_section_of_the_base_config_fits_field_by_field():
+    section = get_config().optimizer.to_dict()
+    assert set(section) == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    OptimizerConfig(**section)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("name", "adam", "adamw, sgd"),
+        ("learning_rate", 0.0, "> 0"),
+        ("learning_rate", math.nan, "> 0"),
+        ("warmup_updates", -1, ">= 0"),
+        ("decay_updates", -1, ">= 0"),
+        ("final_fraction", 1.5, "0 .. 1"),
+        ("b1", 1.0, "b1 < 1"),
+        ("b2", -0.1, "b2 < 1"),
+        ("epsilon", 0.0, "> 0"),
+        ("weight_decay", -1.0, ">= 0"),
+        ("clip_norm", 0.0, "> 0"),
+        ("freeze", "router", "a sequence"),
+    ],
+)
+def test_a_bad_value_is_named(field, value, allowed):
+    with pytest.raises(ValueError, match=f"optimizer.{field}={value!r}; allowed: .*{allowed}"):
+        but(**{field: value})
+
+
+def test_sgd_by_hand():
+    params, _ = after(PLAIN, {"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([3.0, -4.0])})
+    np.testing.assert_allclose(params["w"], [0.7, 2.4], rtol=1e-6)
+
+
+def test_clipping_is_by_the_norm_of_all_parameters():
+    grads = {"w": jnp.array([3.0]), "v": jnp.array([4.0])}  # norm 5, clipped to 1: 0.6 and 0.8
+    params, _ = after(but(clip_norm=1.0), {"w": jnp.zeros(1), "v": jnp.zeros(1)}, grads)
+    np.testing.assert_allclose([params["w"][0], params["v"][0]], [-0.06, -0.08], rtol=1e-6)
+
+
+def test_adamw_by_hand():
+    """m = (1 - b1) g, v = (1 - b2) g^2, both bias-corrected -> g and g^2: w -= lr (g/|g| + decay
+    w)."""
+    config = but(name="adamw", weight_decay=0.5)
+    params, state = after(config, {"w": jnp.array([2.0])}, {"w": jnp.array([0.25])})
+    np.testing.assert_allclose(params["w"], [2 - 0.1 * (1 + 0.5 * 2)], rtol=1e-6)
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["w"], [0.025], rtol=1e-6)
+
+
+def test_warm_up_then_cosine_then_constant():
+    rate = schedule(but(warmup_updates=4, decay_updates=10))
+    np.testing.assert_allclose([rate(n) for n in range(4)], [0.025, 0.05, 0.075, 0.1], rtol=1e-6)
+    assert rate(4) == pytest.approx(0.1)
+    assert rate(9) == pytest.approx(0.1 * (0.1 + 0.9 * 0.5))  # half-way down
+    assert rate(14) == pytest.approx(0.01)
+    assert rate(1000) == pytest.approx(0.01)
+    assert schedule(PLAIN)(0) == pytest.approx(0.1)
+    assert schedule(PLAIN)(1000) == pytest.approx(0.1)
+
+
+def test_the_rate_that_was_used_can_be_read():
+    config = but(warmup_updates=2)
+    grad = {"w": jnp.ones(1)}
+    params, state = after(config, {"w": jnp.zeros(1)}, grad)
+    assert optax.tree.get(state, "learning_rate") == pytest.approx(0.05)
+    np.testing.assert_allclose(params["w"], [-0.05], rtol=1e-6)
+    _, state = after(config, {"w": jnp.zeros(1)}, grad, grad)
+    assert optax.tree.get(state, "learning_rate") == pytest.approx(0.1)
+
+
+def test_small_steps_move_float32_and_not_bfloat16():
+    """Case 33: w = 0.02, 1000 steps of -1e-6 -> 0.019 in float32; bfloat16 stays at 0.020020."""
+    tx = build(but(learning_rate=1e-6))
+
+    def run(dtype):
+        params = {"w": jnp.array([0.02], dtype)}
+        state = tx.init({"w": jnp.zeros(1)})
+
+        def one(carry, _):
+            params, state = carry
+            updates, state = tx.update({"w": jnp.ones(1)}, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, state), None, length=1000)[0][0]["w"][0]
+
+    assert run(jnp.float32) == pytest.approx(0.019, rel=1e-4)
+    assert float(run(jnp.bfloat16)) == pytest.approx(0.020020, abs=1e-6)
+
+
+PARAMS = {"blocks/router/kernel": 0, "blocks/query/kernel": 1, "embed": 2}
+
+
+def test_split():
+    assert split(PARAMS, ()) == (PARAMS, {})
+    trainable, frozen = split(PARAMS, ("router", "^embed$"))
+    assert (trainable, frozen) == (
+        {"blocks/query/kernel": 1},
+        {"blocks/router/kernel": 0, "embed": 2},
+    )
+
+
+def test_a_pattern_that_matches_nothing():
+    with pytest.raises(ValueError, match="'routr' matches no parameter.*blocks/query/kernel"):
+        split(PARAMS, ("router", "routr"))
+
+
+def test_nothing_left_to_train():
+    with pytest.raises(ValueError, match="freezes every parameter"):
+        split(PARAMS, ("kernel", "embed"))

@@ -1,0 +1,78 @@
+"""What a state holds, that it owns it, and where it lives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrl.algorithms.contract import load
+from jaxrl.train import state as states
+from tests.train.toy import Bigram, mesh_of, state_of
+
+
+def created(**changes):
+    arguments = {"freeze": (), "roles": {"student"}, "key": jax.random.key(3), "step": 5}
+    params = Bigram().init(jax.random.key(0))
+    return params, states.create(params, optax.adam(0.1), **(arguments | changes))
+
+
+def test_what_is_in_it():
+    params, state = created(freeze=("^scale$",), roles={"student", "reference"})
+    assert state.step == 5 and state.step.dtype == jnp.int32
+    np.testing.assert_array_equal(state.key, jax.random.key_data(jax.random.key(3)))
+    student = state.roles["student"]
+    assert set(student.params) == {"embed", "head"} and set(student.frozen) == {"scale"}
+    assert set(student.all) == set(params)
+    assert set(state.roles["reference"].params) == set(params)
+    names = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(student.opt_state)}
+    assert any("embed" in name for name in names)
+    assert not any("scale" in name for name in names)  # no moments for what is frozen
+
+
+def test_the_state_owns_its_arrays():
+    params, state = created(roles={"student", "reference"})
+    leaves = jax.tree.leaves(state)
+    for leaf in leaves:
+        leaf.delete()  # as donation does
+    assert all(bool((x == x).all()) for x in params.values())
+    _, state = created(roles={"student", "reference"})
+    jax.tree.map(lambda x: x.delete(), state.roles["student"])
+    assert all(bool((x == x).all()) for x in state.roles["reference"].params.values())
+
+
+def test_moments_are_float32_whatever_the_parameters_are():
+    params = {name: x.astype(jnp.bfloat16) for name, x in Bigram().init(jax.random.key(0)).items()}
+    state = states.create(
+        params, optax.adam(0.1), freeze=(), roles={"student"}, key=jax.random.key(0), step=0
+    )
+    student = state.roles["student"]
+    assert student.params["embed"].dtype == jnp.bfloat16
+    for name in ("mu", "nu"):
+        assert optax.tree.get(student.opt_state, name)["embed"].dtype == jnp.float32
+
+
+def test_a_role_that_nothing_builds():
+    with pytest.raises(ValueError, match="'teacher'.*allowed: student, reference"):
+        created(roles={"student", "teacher"})
+
+
+def test_roles_of():
+    assert states.roles_of(load("sft")) == {"student"}
+    fields = {"beta": 0.1, "unit_grad": False, "coupling": "written", "keep_truncated": False}
+    assert states.roles_of(load("gvpo", anchor="start", **fields)) == {"student"}
+    assert states.roles_of(load("gvpo", anchor="frozen", **fields)) == {"student", "reference"}
+
+
+def test_parameters_and_moments_lie_together():
+    mesh = mesh_of(fsdp=2, tensor=2)
+    state = state_of(load("sft"), optax.adam(0.1), mesh=mesh, freeze=("^head$",))
+    student = state.roles["student"]
+    wanted = PartitionSpec("tensor", "fsdp")
+    assert student.params["embed"].sharding.spec == wanted
+    assert optax.tree.get(student.opt_state, "mu")["embed"].sharding.spec == wanted
+    assert student.frozen["head"].sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert state.step.sharding.spec == PartitionSpec()
+    shapes = jax.eval_shape(lambda: state)  # a template needs no arrays
+    assert jax.tree.leaves(states.shardings(shapes, Bigram(), mesh))[0].mesh == mesh
