@@ -59,6 +59,7 @@ PLANTED = [
     ("tree_shape", "jaxrl/train/__init__.py", "", "holds a docstring"),
     ("tree_shape", "jaxrl/train/a.py", DOC + "import os\n", "an empty file"),
     ("no_stubs", "jaxrl/a.py", "def f():\n    pass\n", "a stub"),
+    ("no_stubs", "jaxrl/a.py", "def f():\n    'Does something.'\n", "a stub"),
     ("no_stubs", "jaxrl/a.py", "def f():\n    raise NotImplementedError\n", "a stub"),
     ("docstrings", "jaxrl/a.py", DOC + "def f():\n    return 0\n", "f has no docstring"),
     (
@@ -148,14 +149,14 @@ def test_what_counts_as_code():
 PROTOCOL = (
     f"{DOC}from typing import Protocol\nclass P(Protocol):\n    {DOC}    def take(self): ...\n"
 )
-LOCAL = f"{DOC}class Local:\n    {DOC}    def take(self):\n        return header.get('kind')\n"
+LOCAL = f"{DOC}class Local:\n    {DOC}    def take(self):\n        'Nothing is held.'\n"
 ALLOWED = {
     "pyproject.toml": "[project]\ndependencies = ['flax[all]>=1', 'optax']\n",
     "jaxrl/pool/a.py": PROTOCOL,
     "jaxrl/pool/b.py": LOCAL,
     "jaxrl/model/a.py": f"{DOC}import flax\nfrom jaxrl.kernels.readings import entropy\nx = 0\n",
     "jaxrl/train/a.py": f"{DOC}# TODO: see #12\nimport optax\nx = getattr(y, 'a')\n",
-    "jaxrl/train/b.py": f"{DOC}from jaxrl.pool.contract import Group\nx = {{}}.get(0)\n",
+    "jaxrl/train/b.py": f"{DOC}from jaxrl.pool.contract import Group\nx = header.get('kind')\n",
     "jaxrl/train/__init__.py": DOC,
     "configs/a.py": f"{DOC}from configs import base\ndef get_config():\n    {DOC}{LONG}",
     "tests/kernels/cases.py": "x = 0\n" * 401,
