@@ -16,7 +16,16 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxrl.pool.contract import Group, Keep, Manifest, PoolEnd, Question, Questions, Tokenizer
+from jaxrl.pool.contract import (
+    Group,
+    Keep,
+    Manifest,
+    PoolEnd,
+    PoolError,
+    Question,
+    Questions,
+    Tokenizer,
+)
 from jaxrl.pool.cursor import Cursor
 from jaxrl.pool.rollout import (
     ACTION,
@@ -44,8 +53,8 @@ class _Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def __getitem__(self, place: int) -> Sequence[Entry]:
-        return self._groups[place]
+    def __getitem__(self, index: int) -> Sequence[Entry]:
+        return self._groups[index]
 
     def __repr__(self) -> str:
         return f"recorded groups ({len(self)})"
@@ -119,7 +128,10 @@ class RecordedPool:
 
     def _group(self, position: int) -> Group:
         rollouts: list[Rollout] = []
-        for entry in self._order[position]:
+        entries = self._order[position]
+        if entries is None:  # grain's word for an element that a filter dropped; nothing filters
+            raise PoolError(f"no group at position {position} of {self._what}")
+        for entry in entries:
             rollout = read_at(entry)
             facts = {**rollout.facts, "recorded": [rollout.run_id, rollout.group_id]}
             rollouts.append(dataclasses.replace(rollout, group_id=position, facts=facts))
