@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from configs import base
 from jaxrl.algorithms import contract
-from jaxrl.train import rounds, settings
+from jaxrl.train import settings
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "base")
@@ -70,14 +71,28 @@ def test_a_misspelt_field_is_refused():
         config.update({"optimiser": {}})
 
 
-def test_a_misspelt_flag_is_refused_by_launch(tmp_path):
-    words = "-m jaxrl.launch --config configs/gvpo.py:tiny --config.algorithm.betta=0.1 --workdir"
-    run = subprocess.run(
-        [sys.executable, *words.split(), str(tmp_path / "run")],
+def launch(config: str, workdir: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """As a user does: a process of its own, which sees one device and not the tests' eight."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "jaxrl.launch",
+            "--config",
+            config,
+            "--workdir",
+            str(workdir),
+            *more,
+        ],
         cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
+
+
+def test_a_misspelt_flag_is_refused_by_launch(tmp_path):
+    run = launch("configs/gvpo.py:tiny", tmp_path / "run", "--config.algorithm.betta=0.1")
     assert run.returncode != 0 and 'Did you mean "beta" instead of "betta"' in run.stderr
     assert not (tmp_path / "run").exists()
 
@@ -96,9 +111,9 @@ def test_a_sweep_changes_fields_that_exist(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "quickstart"])  # test_readme's
 def test_it_takes_its_steps_as_tiny(name, tmp_path):
-    config = build(name, "tiny")
-    summary = rounds.run(config, str(tmp_path))
-    assert summary["steps"] == settings.phases(config)[-1].last_step
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    run = launch(f"configs/{name}.py:tiny", tmp_path)
+    assert run.returncode == 0, run.stderr[-4000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == settings.phases(build(name, "tiny"))[-1].last_step
