@@ -159,7 +159,7 @@ class Step:
             lambda new, old: jnp.where(made, new, old), after, (student.params, student.opt_state)
         )
         changed = optax.tree.norm(changes)
-        numbers = {"loss": loss, "optim/grad_norm": norm, "optim/update_norm": changed}
+        numbers = {"loss/total": loss, "optim/grad_norm": norm, "optim/update_norm": changed}
         report = Report(
             made=made,
             empty=empty,

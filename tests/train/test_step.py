@@ -154,7 +154,7 @@ def test_accumulated_is_plain(name, devices):
     numbers = []
     for micro in (16, 4) if devices == 4 or name == "gvpo" else (16, 4, 1):
         state, metrics = run(algorithm, batch, micro=micro, size=4, mesh=mesh_of(data=devices))
-        assert metrics["loss"] == pytest.approx(float(value), rel=1e-5, abs=1e-7)
+        assert metrics["loss/total"] == pytest.approx(float(value), rel=1e-5, abs=1e-7)
         assert_close(trained(state), wanted)
         numbers.append(metrics)
     for metrics in numbers[1:]:
@@ -165,7 +165,7 @@ def test_masked_rows_count_nowhere():
     """Case 10: losses [[1, 3], [5, 7]], the second row masked: 2 under both means."""
     rollouts = [charged(1, [1, 3]), charged(2, [5, 7], failure=Failure.INFRA)]
     for weighting in ("token_mean", "rollout_mean"):
-        assert run(Charge(weighting), charge_batch(rollouts))[1]["loss"] == pytest.approx(2)
+        assert run(Charge(weighting), charge_batch(rollouts))[1]["loss/total"] == pytest.approx(2)
 
 
 def test_dummy_rows_change_nothing():
@@ -173,7 +173,7 @@ def test_dummy_rows_change_nothing():
     rollouts = [charged(1, [1, 1]), charged(2, [3, 3])]
     algorithm = Charge("rollout_mean")
     state, metrics = run(algorithm, charge_batch(rollouts))
-    assert metrics["loss"] == pytest.approx(2)
+    assert metrics["loss/total"] == pytest.approx(2)
     for slots in (4, 8):
         more, padded = run(algorithm, charge_batch(rollouts, slots=slots))
         assert padded == pytest.approx(metrics, rel=1e-6)
@@ -195,7 +195,7 @@ def test_order_of_records_changes_nothing():
 def test_token_mean_is_over_all_tokens(micro):
     """Case 19: X one token of loss 1, Y three of loss 0: 0.25 for every split."""
     batch = charge_batch([charged(1, [1]), charged(2, [0, 0, 0])])
-    assert run(Charge("token_mean"), batch, micro=micro)[1]["loss"] == pytest.approx(0.25)
+    assert run(Charge("token_mean"), batch, micro=micro)[1]["loss/total"] == pytest.approx(0.25)
 
 
 def test_scale_is_that_of_one_batch():
@@ -207,7 +207,7 @@ def test_scale_is_that_of_one_batch():
         for rollouts, micro in ((once, 2), (once, 1), (twice, 4), (twice, 1))
     ]
     for state, metrics in results:
-        assert metrics["loss"] == pytest.approx(-1)
+        assert metrics["loss/total"] == pytest.approx(-1)
         assert_close(trained(state), trained(results[0][0]))
 
 
@@ -225,7 +225,9 @@ def test_updates_follow_each_other():
     )
     assert_close(trained(at_once), trained(jax.device_get(state)))
     assert metrics["optim/updates"] == 4
-    assert metrics["loss"] == pytest.approx((2 + 16 / 3) / 2)  # (1+3+2)/3 and (4+6+6)/3, each twice
+    assert metrics["loss/total"] == pytest.approx(
+        (2 + 16 / 3) / 2
+    )  # (1+3+2)/3 and (4+6+6)/3, each twice
     assert int(at_once.step) == 1  # a take, not an update
 
 
