@@ -156,8 +156,8 @@ def attend(
 ) -> Float[Array, "row head token size"]:
     """``softmax(q k^T / sqrt(size)) v`` where the mask is true; scores in float32.
 
-    Each query needs one true entry. Heads that share a key are folded into the token axis, so that one batched matmul serves them
-    all.
+    Each query needs one true entry. Heads that share a key are folded into the token axis, so that
+    one batched matmul serves them all.
     """
     rows, heads, tokens, size = query.shape
     shared, source = key.shape[1], key.shape[2]
