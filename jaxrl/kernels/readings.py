@@ -19,9 +19,8 @@ def taken_logp(
     logits = widen(logits)
     chosen = jnp.take_along_axis(logits, taken[:, None], axis=-1)[:, 0]
     logp = chosen - jax.nn.logsumexp(logits, axis=-1)
-    return jnp.where(
-        logp > 0, 0, logp
-    )  # the difference of two rounded numbers may exceed 0 by an ulp
+    # A certain token may round to above 0, depending on the device's logarithm.
+    return jnp.where(logp > 0, 0, logp)
 
 
 def entropy(logits: Float[Array, "position vocab"]) -> Float[Array, " position"]:
