@@ -14,7 +14,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -160,6 +160,13 @@ def _from_first_process(numbers: list[int]) -> list[int]:
     return [int(x) for x in multihost_utils.broadcast_one_to_all(np.array(numbers, np.int32))]
 
 
+def _anywhere(flag: bool) -> bool:
+    """Whether it holds on any process; also the point that all have reached."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
 class Checkpoints:
     """The checkpoints of one run. Every process calls every method (Orbax's writes are collective).
 
@@ -195,11 +202,12 @@ class Checkpoints:
         json.dumps(host)  # before anything is written
         previous = self.steps()
         root = self.directory / self._free_name(step)
+        error = None
         try:
             self._write(root, step, arrays, host)
-        except (
-            Exception
-        ) as error:  # storage raises what it likes: OSError, ValueError, RuntimeError
+        except Exception as caught:  # storage raises what it likes: OSError, ValueError, ...
+            error = caught
+        if _anywhere(error is not None):
             self._discard(root)
             intact = "there is no earlier one"
             if previous:
@@ -209,17 +217,18 @@ class Checkpoints:
             ) from error
         if jax.process_index() == 0:
             self._retain(step)
-        _barrier(f"checkpoint {root.name} complete")
 
-    def latest(self, template: Any, *, expect: Mapping[str, Any] | None = None) -> Restored | None:
+    def latest(
+        self, template: Callable[[int], Any], *, expect: Mapping[str, Any] | None = None
+    ) -> Restored | None:
         """The newest sound checkpoint, or None where there is none at all.
 
-        template: the state's structure with shapes, dtypes and shardings (jax.ShapeDtypeStruct or
-        arrays); the mesh may differ from the one that saved.  expect: fields that the host record
-        must hold, compared to any depth. A corrupt checkpoint is warned about by name and counted
-        in ``fallbacks``, and the one before is read. Raises CheckpointError if all are corrupt, and
-        ValueError «checkpoint incompatible» naming the fields if the newest sound one has a newer
-        schema, other arrays, or not what is expected.
+        template: the checkpoint's step -> the state's structure then, with shapes, dtypes and
+        shardings (jax.ShapeDtypeStruct or arrays); the mesh may differ from the one that saved.
+        expect: fields that the host record must hold, compared to any depth. A corrupt checkpoint
+        is warned about by name and counted in ``fallbacks``, and the one before is read. Raises
+        CheckpointError if all are corrupt, and ValueError «checkpoint incompatible» naming the
+        fields if the newest sound one has a newer schema, other arrays, or not what is expected.
         """
         chosen, step, attempt, fallbacks = _from_first_process(self._choose())
         if not chosen:
@@ -236,14 +245,15 @@ class Checkpoints:
                 root,
                 [f"schema_version: saved {body['schema_version']}, known up to {SCHEMA_VERSION}"],
             )
-        arrays = _arrays(template)
+        structure = template(step)
+        arrays = _arrays(structure)
         host = self._orbax.restore(root, args=ocp.args.Composite(host=ocp.args.JsonRestore())).host
         wanted = json.loads(json.dumps(expect or {}))
         fields = differences({key: host[key] for key in wanted if key in host}, wanted, "")
         _refuse(root, fields + differences(body["arrays"], _shapes(arrays), ""))
         state = self._read(root, arrays)
         leaves = [state[name] for name in arrays]
-        treedef = jax.tree_util.tree_structure(template)
+        treedef = jax.tree_util.tree_structure(structure)
         return Restored(jax.tree_util.tree_unflatten(treedef, leaves), host, step, fallbacks)
 
     def close(self) -> None:
@@ -264,7 +274,7 @@ class Checkpoints:
     def _free_name(self, step: int) -> str:
         """Not that of a complete checkpoint: it stays until its successor is complete."""
         attempts = [attempt for at, attempt in self._complete() if at == step]
-        return _name(step, max(attempts) + 1 if attempts else 0)
+        return _name(step, *_from_first_process([max(attempts) + 1 if attempts else 0]))
 
     def _write(
         self, root: epath.Path, step: int, arrays: dict[str, Any], host: Mapping[str, Any]
@@ -272,7 +282,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._discard(root)  # what a killed process left there
             self.directory.mkdir(parents=True, exist_ok=True)
-        _barrier(f"checkpoint {root.name} begins")
+        _anywhere(False)  # no process writes into a directory that is still being cleared
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(_stored(arrays)), host=ocp.args.JsonSave(dict(host))
         )
@@ -349,13 +359,10 @@ def _name(step: int, attempt: int) -> str:
     return f"{step}.{attempt}" if attempt else str(step)
 
 
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException | None) -> str:
     """Both ends of the first line: storage libraries put what failed first and why last."""
+    if error is None:
+        return "another process failed"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     shown = line if len(line) <= 240 else f"{line[:100]} ... {line[-120:]}"
     return f"{type(error).__name__}: {shown}"

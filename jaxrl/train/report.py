@@ -31,16 +31,16 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # or site-packages, where jaxrl 
 
 # Panels of the picture, in reading order: title and the names that it shows.
 PANELS: Mapping[str, str] = {
-    "held-out accuracy": r"eval/(avg_at_k|pass_at_k|greedy)",
+    "held-out accuracy": r"eval/(avg_at_\d+|pass_at_\d+|greedy)",
     "reward": r"reward/mean",
     "response length (tokens)": r"response/length_(mean|max)",
     "truncated responses (share)": r"response/truncated_frac",
     "entropy (nats)": r".*entropy_mean",
-    "distance from the reference (nats)": r"loss/kl.*_mean",
+    "distance from the reference (nats)": r"loss/(anchor_kl|kl).*_mean",
     "GVPO residual": r"loss/residual_mean",
     "clipped tokens (share)": r"loss/(dual_)?clipped_mean",
     "gradient norm": r"optim/grad_norm",
-    "loss": r"loss/(total|loss)",
+    "loss": r"loss/total",
     "sampler against trainer (nats)": r"sampler/gap_(mean|max)",
     "tokens a second": r".*/.*tokens_per_s",
 }
@@ -63,6 +63,13 @@ class HeldOut:
     greedy: float
     interval: tuple[float, float]
     method: str
+
+    @classmethod
+    def of(cls, measured: Mapping[str, Any]) -> "HeldOut":
+        """From what ``evaluate.EvalResult.to_json`` holds."""
+        fields = {field.name: measured[field.name] for field in dataclasses.fields(cls)[:-2]}
+        around = measured["interval"]
+        return cls(**fields, interval=(around["low"], around["high"]), method=around["method"])
 
     def to_json(self) -> dict[str, Any]:
         """The fields, with k in the names: ``avg_at_4``, ``pass_at_4``."""
@@ -106,6 +113,10 @@ class Outcome:
 
 def peak_rss_bytes() -> int:
     """The most memory that this process has held; not that of its children."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage there starts from what the parent held when it forked
+        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        return int(peak) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes elsewhere
 

@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -57,20 +58,22 @@ def data_files(root: Path) -> list[Path]:
 
 def test_comes_back_bit_for_bit(checkpoints):
     checkpoints.save(7, state_of(7), HOST)
-    read = checkpoints.latest(state_of(0))
+    read = checkpoints.latest(lambda _: state_of(0))
     assert (read.step, read.fallbacks, read.host) == (7, 0, HOST)
     assert_same(read.state, state_of(7))
 
 
 def test_template_may_be_shapes_only(checkpoints):
     checkpoints.save(7, state_of(7), HOST)
-    assert_same(checkpoints.latest(jax.eval_shape(lambda: state_of(0))).state, state_of(7))
+    assert_same(
+        checkpoints.latest(lambda _: jax.eval_shape(lambda: state_of(0))).state, state_of(7)
+    )
 
 
 def test_none_where_nothing_was_saved(checkpoints):
-    assert checkpoints.latest(state_of(0)) is None
+    assert checkpoints.latest(lambda _: state_of(0)) is None
     checkpoints.directory.mkdir(parents=True)
-    assert checkpoints.latest(state_of(0)) is None
+    assert checkpoints.latest(lambda _: state_of(0)) is None
 
 
 def test_newest_ones_stay(checkpoints):
@@ -78,7 +81,7 @@ def test_newest_ones_stay(checkpoints):
         checkpoints.save(step, state_of(step), HOST)
     assert checkpoints.steps() == [6, 8, 10]
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["10", "6", "8"]
-    assert checkpoints.latest(state_of(0)).step == 10
+    assert checkpoints.latest(lambda _: state_of(0)).step == 10
 
 
 def test_restores_onto_another_mesh(checkpoints):
@@ -89,7 +92,7 @@ def test_restores_onto_another_mesh(checkpoints):
     checkpoints.save(1, {"kernel": jax.device_put(kernel, columns)}, HOST)
     for sharding in (rows, columns, jax.sharding.SingleDeviceSharding(devices[5])):
         template = {"kernel": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
-        read = checkpoints.latest(template).state["kernel"]
+        read = checkpoints.latest(lambda _, it=template: it).state["kernel"]
         assert read.sharding == sharding
         np.testing.assert_array_equal(np.asarray(read), np.asarray(kernel))
 
@@ -99,17 +102,17 @@ def test_half_written_directories_are_ignored(checkpoints):
     checkpoints.save(2, state_of(2), HOST)
     (checkpoints.directory / "2" / "manifest.json").unlink()  # killed before the commit
     (checkpoints.directory / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-    read = checkpoints.latest(state_of(0))
+    read = checkpoints.latest(lambda _: state_of(0))
     assert (read.step, read.fallbacks) == (1, 0)
     checkpoints.save(2, state_of(5), HOST)  # over the remains
-    assert_same(checkpoints.latest(state_of(0)).state, state_of(5))
+    assert_same(checkpoints.latest(lambda _: state_of(0)).state, state_of(5))
 
 
 def test_a_step_saved_again_replaces_the_first(checkpoints):
     checkpoints.save(1, state_of(1), HOST)
     checkpoints.save(1, state_of(2), HOST | {"phase": "next"})
     checkpoints.save(1, state_of(3), HOST | {"phase": "third"})
-    read = checkpoints.latest(state_of(0))
+    read = checkpoints.latest(lambda _: state_of(0))
     assert read.host["phase"] == "third"
     assert_same(read.state, state_of(3))
     assert [path.name for path in checkpoints.directory.iterdir()] == ["1.2"]
@@ -160,12 +163,12 @@ def test_a_corrupt_newest_falls_back_and_is_named(checkpoints, damage):
         checkpoints.save(step, state_of(step), HOST)
     named = damage(Path(checkpoints.directory) / "3")
     with pytest.warns(RuntimeWarning, match=rf"checkpoints/3 is corrupt .*{named}"):
-        read = checkpoints.latest(state_of(0))
+        read = checkpoints.latest(lambda _: state_of(0))
     assert (read.step, read.fallbacks) == (2, 1)
     assert_same(read.state, state_of(2))
     # The lineage goes on from 2 and saves 3 again: the corrupt one is replaced, not counted again.
     checkpoints.save(3, state_of(9), HOST)
-    read = checkpoints.latest(state_of(0))
+    read = checkpoints.latest(lambda _: state_of(0))
     assert (read.step, read.fallbacks) == (3, 0)
     assert_same(read.state, state_of(9))
 
@@ -175,7 +178,7 @@ def test_an_abandoned_lineage_does_not_outlive_the_new_one(checkpoints):
         checkpoints.save(step, state_of(step), HOST)
     flip(Path(checkpoints.directory) / "8")
     with pytest.warns(RuntimeWarning, match="checkpoints/8"):
-        assert checkpoints.latest(state_of(0)).step == 6
+        assert checkpoints.latest(lambda _: state_of(0)).step == 6
     checkpoints.save(7, state_of(7), HOST)
     assert checkpoints.steps() == [4, 6, 7]
 
@@ -188,7 +191,7 @@ def test_all_corrupt_is_an_error_not_a_restart(checkpoints):
         pytest.warns(RuntimeWarning, match="corrupt"),
         pytest.raises(CheckpointError, match="all 2 checkpoints in .* are corrupt"),
     ):
-        checkpoints.latest(state_of(0))
+        checkpoints.latest(lambda _: state_of(0))
 
 
 def test_other_arrays_are_refused_by_name(checkpoints):
@@ -197,7 +200,7 @@ def test_other_arrays_are_refused_by_name(checkpoints):
     del template["frozen"]
     template["added"] = jnp.zeros(3)
     with pytest.raises(ValueError, match="checkpoint incompatible") as caught:
-        checkpoints.latest(template)
+        checkpoints.latest(lambda _: template)
     text = str(caught.value)
     assert "params.blocks.query.kernel: saved 'float32[8,4]', wanted 'float32[8,2]'" in text
     assert "added: not in the checkpoint" in text
@@ -207,23 +210,26 @@ def test_other_arrays_are_refused_by_name(checkpoints):
 def test_another_dtype_is_refused(checkpoints):
     checkpoints.save(1, {"x": jnp.zeros(3, jnp.bfloat16)}, HOST)
     with pytest.raises(ValueError, match=r"incompatible.* x: saved 'bfloat16\[3\]', wanted 'float"):
-        checkpoints.latest({"x": jnp.zeros(3)})
+        checkpoints.latest(lambda _: {"x": jnp.zeros(3)})
 
 
 def test_another_config_is_refused_by_field(checkpoints):
     checkpoints.save(1, state_of(1), HOST)
-    assert checkpoints.latest(state_of(0), expect={"config": {"model": {"width": 4}}}).step == 1
+    assert (
+        checkpoints.latest(lambda _: state_of(0), expect={"config": {"model": {"width": 4}}}).step
+        == 1
+    )
     with pytest.raises(ValueError, match="incompatible.*config.model.width: saved 4, wanted 8"):
-        checkpoints.latest(state_of(0), expect={"config": {"model": {"width": 8}}})
+        checkpoints.latest(lambda _: state_of(0), expect={"config": {"model": {"width": 8}}})
     with pytest.raises(ValueError, match="incompatible.*config_digest: not in the checkpoint"):
-        checkpoints.latest(state_of(0), expect={"config_digest": "ab"})
+        checkpoints.latest(lambda _: state_of(0), expect={"config_digest": "ab"})
 
 
 def test_an_incompatible_newest_is_not_passed_over(checkpoints):
     checkpoints.save(1, state_of(1), HOST)
     checkpoints.save(2, state_of(2), HOST | {"config": {"model": {"width": 8}}})
     with pytest.raises(ValueError, match="checkpoint incompatible: .*checkpoints/2: config.model"):
-        checkpoints.latest(state_of(0), expect={"config": HOST["config"]})
+        checkpoints.latest(lambda _: state_of(0), expect={"config": HOST["config"]})
 
 
 def test_a_newer_schema_is_refused(checkpoints, monkeypatch):
@@ -231,7 +237,7 @@ def test_a_newer_schema_is_refused(checkpoints, monkeypatch):
     checkpoints.save(1, state_of(1), HOST)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="incompatible.*schema_version: saved 2, known up to 1"):
-        checkpoints.latest(state_of(0))
+        checkpoints.latest(lambda _: state_of(0))
 
 
 def test_differences_names_fields():
@@ -285,7 +291,7 @@ except CheckpointError as error:
     print("CheckpointError:", error)
 else:
     sys.exit("no error at a full disk")
-read = Checkpoints(directory, keep=3).latest(state)
+read = Checkpoints(directory, keep=3).latest(lambda _: state)
 assert (read.state["x"] == state["x"]).all()
 print("steps", checkpoints.steps(), "read", read.step, "fallbacks", read.fallbacks)
 """
@@ -365,12 +371,79 @@ def test_sigkill_at_any_moment_leaves_the_last_complete_one(tmp_path):
         reported = 3 + len(process.stdout.read().split())
         process.wait()
         checkpoints = Checkpoints(directory, keep=2)
-        read = checkpoints.latest({"x": jnp.zeros((64, 64))})
+        read = checkpoints.latest(lambda _: {"x": jnp.zeros((64, 64))})
         assert read is not None and read.fallbacks == 0
         assert read.step in (reported, reported + 1)  # committed, perhaps not yet reported
         assert read.host == {"at": read.step}
         assert (read.state["x"] == read.step).all()
         checkpoints.close()
+
+
+TWO_PROCESSES = """
+import sys, warnings
+from pathlib import Path
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+me, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, initialization_timeout=60)
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jaxrl.train.checkpoint as module
+
+rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+
+def state(value):
+    whole = np.full((8, 3), value, np.float32)
+    return {"x": jax.make_array_from_callback(whole.shape, rows, lambda part: whole[part])}
+
+checkpoints = module.Checkpoints(directory, keep=2)
+for step in (1, 2):
+    checkpoints.save(step, state(step), {"at": step})
+if me == 0:  # a bit of the newest turns; then process 0 alone cannot write
+    files = [path for path in (directory / "2" / "state").rglob("*") if path.is_file()]
+    path = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+    module._write_manifest = refuse
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    read = checkpoints.latest(lambda _: state(0))
+parts = [np.asarray(shard.data) for shard in read.state["x"].addressable_shards]
+assert len(parts) == 2 and all((part == 1).all() for part in parts)
+try:
+    checkpoints.save(3, state(3), {"at": 3})
+except module.CheckpointError as error:
+    print("read", read.step, "fallbacks", read.fallbacks, "then", error)
+"""
+
+
+def test_two_processes_agree(tmp_path):
+    """One decides what is sound; one that cannot write stops both, and neither waits for ever."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(me), str(port), str(tmp_path / "c")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for me in (0, 1)
+    ]
+    try:
+        outs = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outs
+    for (out, _), reason in zip(outs, ("No space left", "another process failed"), strict=True):
+        assert "read 1 fallbacks 1 then step 3 could not be written" in out and reason in out
+    assert not (tmp_path / "c" / "3").exists()
 
 
 def test_speed_of_a_million_parameters(tmp_path):
@@ -385,7 +458,7 @@ def test_speed_of_a_million_parameters(tmp_path):
         checkpoints.save(step, state, HOST)
         took.append(time.monotonic() - began)
     began = time.monotonic()
-    checkpoints.latest(state)
+    checkpoints.latest(lambda _: state)
     print(
         f"save {min(took):.3f} s, verify and restore {time.monotonic() - began:.3f} s, "
         f"{checkpoints.bytes / 1e6:.1f} MB"

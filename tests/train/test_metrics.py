@@ -49,12 +49,12 @@ def test_scalars_of_any_kind_come_back(tmp_path):
     logger = Logger(tmp_path, start_step=0)
     logger.scalars(0, {"reward/mean": 0.5, "optim/updates": 2})
     logger.scalars(1, {"reward/mean": jnp.float32(0.75), "optim/updates": np.int64(3)})
-    logger.scalars(1, {"eval/avg_at_k": np.ones((1,))})
+    logger.scalars(1, {"eval/avg_at_4": np.ones((1,))})
     logger.close()
     logger.close()
     assert curve(tmp_path, "reward/mean") == lines(tmp_path, "reward/mean") == [(0, 0.5), (1, 0.75)]
     assert curve(tmp_path, "optim/updates") == lines(tmp_path, "optim/updates") == [(0, 2), (1, 3)]
-    assert curve(tmp_path, "eval/avg_at_k") == [(1, 1.0)]
+    assert curve(tmp_path, "eval/avg_at_4") == [(1, 1.0)]
 
 
 def test_flush_puts_everything_on_disk(tmp_path):
@@ -235,7 +235,7 @@ def test_layout_shows_names_that_the_step_writes(tmp_path):
     layout = messages.Layout.FromString(event.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(HEALTH)
     patterns = [tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag]
-    for name in ("eval/avg_at_k", "reward/mean", "response/length_mean", "optim/grad_norm"):
+    for name in ("eval/avg_at_4", "reward/mean", "response/length_mean", "optim/grad_norm"):
         assert any(re.match(pattern, name) for pattern in patterns), name
 
 

@@ -30,7 +30,7 @@ def workdir(tmp_path):
         if step >= 60:
             logger.scalars(step, {"loss/residual_mean": 0.1, "unknown/thing": 1.0})
     for step in (0, 60, 120):
-        logger.scalars(step, {"eval/avg_at_k": step / 200, "eval/greedy": step / 150})
+        logger.scalars(step, {"eval/avg_at_4": step / 200, "eval/greedy": step / 150})
     logger.close()
     return tmp_path
 
@@ -91,7 +91,7 @@ def test_curves_show_what_is_there_and_nothing_else(workdir):
     assert set(drawn("response length (tokens)")) == {"response/length_max", "response/length_mean"}
     reward = drawn("reward")["reward/mean"]
     np.testing.assert_allclose(reward, [(step, step / 120) for step in range(120)])
-    held_out = drawn("held-out accuracy")["eval/avg_at_k"]
+    held_out = drawn("held-out accuracy")["eval/avg_at_4"]
     np.testing.assert_allclose(held_out, [(0, 0), (60, 0.3), (120, 0.6)])
     for axes in panels.values():
         assert [text.get_text().strip() for text in axes.texts] == ["sft", "gvpo"]
