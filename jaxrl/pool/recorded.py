@@ -145,7 +145,7 @@ class RecordedPool:
             raise PoolEnd(f"all records were read: {self._what}")
         groups: list[Group] = []
         filtered = 0
-        while len(groups) < n and filtered <= n * self._max_refills:
+        while len(groups) < n and filtered < n * (1 + self._max_refills):
             if self._end is not None and self._cursor.position >= self._end:
                 break
             group = self._group(self._cursor.position)

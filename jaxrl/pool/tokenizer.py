@@ -106,7 +106,7 @@ def _train(
             model_type="bpe",
             vocab_size=vocab_size,
             user_defined_symbols=[symbol.replace(" ", SPACE) for symbol in symbols],
-            required_chars="".join(sign for sign in characters if sign.isprintable()),
+            required_chars=SPACE + "".join(sign for sign in characters if sign.isprintable()),
             character_coverage=1.0,
             split_digits=True,
             normalization_rule_name="identity",

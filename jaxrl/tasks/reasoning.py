@@ -172,12 +172,17 @@ class Source:
         return self._tasks[split]
 
     def verify(self, task: Task, response: str) -> Verdict:
-        """Score in [0, 1] as the family's own ``score_answer`` gives it; correct is a score of 1 or
-        more.
+        """Score in [0, 1] as the family's own ``score_answer`` gives it; correct is a score >= 1.
 
         White space around the response does not count. A right answer inside a longer text earns a
-        little and is not correct. Errors of the scorer go up to the caller, who alone knows that
-        they are not the policy's fault.
+        little and is not correct. Some families raise on a response that they cannot parse: if they
+        do score the task's own answer, the response is to blame and gets 0 (``unparsed`` is 1).
+        Any other error goes up to the caller: it is a fault of the data, not of the policy.
         """
-        score = float(self._scorer.score_answer(response.strip(), task.metadata))
+        try:
+            score = float(self._scorer.score_answer(response.strip(), task.metadata))
+        except Exception:
+            if not task.answer or self._scorer.score_answer(task.answer, task.metadata) < 1:
+                raise
+            return Verdict(score=0.0, correct=False, components={"score": 0.0, "unparsed": 1.0})
         return Verdict(score=score, correct=score >= 1, components={"score": score})

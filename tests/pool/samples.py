@@ -59,7 +59,10 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     """Any rollout that fits together: any length, several versions, facts with arrays, any text."""
     length = draw(st.integers(0, 12))
     versions = draw(
-        st.lists(st.builds(Version, st.integers(0, 9), st.integers(0, 99), st.text(max_size=4)), max_size=3)
+        st.lists(
+            st.builds(Version, st.integers(0, 9), st.integers(0, 99), st.text(max_size=4)),
+            max_size=3,
+        )
     )
     finite = {"allow_nan": False, "allow_infinity": False}
 

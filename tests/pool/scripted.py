@@ -49,7 +49,8 @@ class Sums:
 
 
 class Scripted:
-    """A generator whose responses are a function of the request: deterministic, and it keeps count."""
+    """A generator whose responses are a function of the request: deterministic, and it keeps
+    count."""
 
     def __init__(self, respond: Callable[[Request], str] | None = None) -> None:
         self.respond = respond or (lambda request: "1")

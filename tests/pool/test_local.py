@@ -17,7 +17,6 @@ from jaxrl.pool.contract import Completion, PoolEnd, PoolError, Request, Rollout
 from jaxrl.pool.local import LocalPool
 from jaxrl.pool.rollout import ACTION, PROMPT, Failure, StopReason, Version
 from jaxrl.tasks.contract import Task, Verdict
-
 from tests.pool.scripted import EOS, FIRST, Letters, Scripted, Sums, answer_of, local_pool
 
 
@@ -66,7 +65,8 @@ def test_same_prompt_drawn_twice_is_two_groups():
 
 
 def test_each_sample_has_its_own_key_and_duplicates_are_kept():
-    """Case 37: distinct (group, sample) for each request; equal responses are the policy's affair."""
+    """Case 37: distinct (group, sample) for each request; equal responses are the policy's
+    affair."""
     generator = Scripted(lambda request: "7")
     groups, _ = local_pool(generator, Sums(4), rollouts_per_group=4).take(2, step=0)
     identities = [(request.group, request.sample) for request in generator.requests]
@@ -328,7 +328,9 @@ def test_a_verifier_that_fails_gives_no_reward_and_never_zero(score, reward, tmp
     bad = [rollout for rollout in recorded if rollout.task_key == "sum/1"]
     assert len(bad) == 4
     assert all(r.reward is None and r.failure is Failure.DATA and not r.correct for r in bad)
-    assert all(("checker crashed" if score is None else str(score)) in r.facts["error"] for r in bad)
+    assert all(
+        ("checker crashed" if score is None else str(score)) in r.facts["error"] for r in bad
+    )
 
 
 def test_a_task_whose_verifier_failed_in_two_groups_is_drawn_no_more():

@@ -45,12 +45,18 @@ def test_arrays_of_other_types_are_named(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logp": np.array([0, 0, np.nan, -1], np.float32)}, "logp=nan; allowed: finite, at most 0"),
+        (
+            {"logp": np.array([0, 0, np.nan, -1], np.float32)},
+            "logp=nan; allowed: finite, at most 0",
+        ),
         ({"logp": np.array([0, 0, 0.25, -1], np.float32)}, "logp=0.25"),
         ({"logp": np.array([0, 0, -np.inf, -1], np.float32)}, "logp=-inf"),
         ({"temperature": np.array([1, 1, 0, 0], np.float32)}, "temperature=0.0; allowed: > 0"),
         ({"kind": np.array([1, 1, 2, 9], np.uint8)}, "kind=9 is unknown"),
-        ({"version_index": np.array([65535, 65535, 0, 1], np.uint16)}, "version_index=1; allowed: < 1"),
+        (
+            {"version_index": np.array([65535, 65535, 0, 1], np.uint16)},
+            "version_index=1; allowed: < 1",
+        ),
         ({"reward": float("nan")}, "reward=nan"),
         ({"reward": None}, "reward=None with failure='none'"),
         ({"failure": Failure.DATA}, "reward=0.5 with failure='data'"),
@@ -100,7 +106,9 @@ def test_the_digest_is_of_what_was_observed():
 
 @pytest.mark.parametrize("version", [2, 99])
 def test_a_newer_schema_is_refused_as_such(version):
-    with pytest.raises(ValueError, match=f"schema_version={version} is newer than this jaxrl reads"):
+    with pytest.raises(
+        ValueError, match=f"schema_version={version} is newer than this jaxrl reads"
+    ):
         check_schema(version)
 
 
