@@ -1,16 +1,18 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.model.tiny import CONFIG, MESHES, lively, numpy_logits, policy_on
+from tests.model.tiny import CONFIG, MESHES, numpy_logits, policy_on, seeded
 
 from jaxrl.model import transformer
 from jaxrl.model.policy import build
 from jaxrl.model.transformer import attend, bind
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def logits_of(policy, params, tokens):
     tokens = jnp.asarray([tokens])
     position = jnp.arange(tokens.shape[1])[None]
@@ -24,9 +26,8 @@ def logits_of(policy, params, tokens):
     ids=str,
 )
 def test_the_decoder_equals_a_transcription_in_numpy(changes):
-    policy = policy_on(**changes)
-    params = lively(policy.init(jax.random.key(1)))
-    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    policy, params = seeded(**changes)
+    tokens = (3, 1, 4, 1, 5, 9, 2, 6)
     right = numpy_logits(policy.config, params, tokens)
     assert np.abs(right).max() > 1  # the comparison is about more than zeros
     np.testing.assert_allclose(logits_of(policy, params, tokens), right, rtol=1e-4, atol=1e-5)
@@ -78,15 +79,16 @@ def test_every_parameter_has_logical_axes_and_a_name():
 
 @pytest.mark.parametrize("remat", transformer.REMAT)
 def test_remat_and_scan_change_nothing(remat, monkeypatch):
-    policy, other = policy_on(), policy_on(remat=remat)
-    params = lively(policy.init(jax.random.key(0)))
-    tokens = [3, 1, 4, 1]
+    policy, params = seeded()
+    other = policy_on(remat=remat)
+    tokens = (3, 1, 4, 1)
 
     def value(policy):
         loss = lambda p: (logits_of(policy, p, tokens) ** 2).mean()  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params)
 
     right = value(policy)
+    jax.clear_caches()  # the constant below is read when tracing
     monkeypatch.setattr(transformer, "UNROLLED_LAYERS", 0)  # a deep stack is scanned
     found = value(other)
     scanned = str(jax.make_jaxpr(lambda p: logits_of(other, p, tokens))(params))

@@ -1,6 +1,7 @@
 """A model small enough for a test, its weights on disk, rows to score, and the decoder in numpy."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,18 @@ def policy_on(sizes: Mapping[str, int] | None = None, **changes: Any) -> Policy:
     return build(dataclasses.replace(CONFIG, **changes), mesh, Rules())
 
 
+def seeded(**changes: Any) -> tuple[Policy, dict[str, jax.Array]]:
+    """A policy without a mesh and lively weights of a fixed seed."""
+    policy = policy_on(**changes)
+    return policy, _drawn(policy)
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(policy: Policy) -> dict[str, jax.Array]:
+    return lively(policy.init(jax.random.key(1)))
+
+
+@jax.jit
 def lively(params: Mapping[str, jax.Array], scale: float = 2.0) -> dict[str, jax.Array]:
     """Weights whose every parameter matters: no norm at its initial 1, logits far from flat."""
     grown = {}
