@@ -1,6 +1,7 @@
 """Rollouts for the tests of records: one by hand, and a strategy for any."""
 
 import string
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from jaxrl.pool.rollout import ACTION, NOT_SAMPLED, PROMPT, Failure, Rollout, St
 
 def sample(**changes) -> Rollout:
     """Two tokens of prompt, two of response, reward 0.5."""
-    values = dict(
+    values: dict[str, Any] = dict(
         run_id="r",
         group_id=7,
         sample=1,
@@ -64,7 +65,6 @@ def rollouts(draw: st.DrawFn) -> Rollout:
             max_size=3,
         )
     )
-    finite = {"allow_nan": False, "allow_infinity": False}
 
     def column(dtype, elements):
         return draw(arrays.arrays(dtype, length, elements=elements))
@@ -75,7 +75,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     reward = draw(st.floats(-9, 9)) if rewarded else None
     names = st.text(string.ascii_letters, min_size=1, max_size=4)
     plain = st.one_of(st.integers(-9, 9), st.text(max_size=5), st.booleans(), st.none())
-    facts = draw(st.dictionaries(names, plain, max_size=3))
+    facts: dict[str, Any] = dict(draw(st.dictionaries(names, plain, max_size=3)))
     if draw(st.booleans()):
         facts["passed"] = column(np.float32, st.floats(0, 1, width=32))
     return sample(
@@ -90,7 +90,9 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         temperature=column(np.float32, st.floats(0.125, 2, width=32)),
         versions=tuple(versions),
         reward=reward,
-        reward_components=draw(st.dictionaries(names, st.floats(**finite), max_size=2)),
+        reward_components=draw(
+            st.dictionaries(names, st.floats(allow_nan=False, allow_infinity=False), max_size=2)
+        ),
         correct=draw(st.booleans()),
         stop_reason=draw(st.sampled_from(StopReason)),
         failure=failure,

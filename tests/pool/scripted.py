@@ -4,7 +4,8 @@ Nothing here stands in for another class by imitation: each is a whole, working 
 its protocol, only simple enough that the right answer is known beforehand.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(sign) + 3 for sign in text]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return "".join(chr(token - 3) for token in ids if token > EOS)
 
 
@@ -82,7 +83,7 @@ def answer_of(request: Request) -> str:
 
 def local_pool(generator: Scripted, source: Sums, **changes) -> LocalPool:
     """A LocalPool with small settings, its first weights published."""
-    settings = dict(
+    settings: dict[str, Any] = dict(
         run_id="run",
         seed=0,
         rollouts_per_group=2,

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -203,7 +203,7 @@ class Pairs(Letters):
     def encode(self, text: str) -> list[int]:
         return [5 if text == "ab" else 3]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return "".join({3: "a", 4: "b", 5: "ab"}.get(token, "") for token in ids)
 
 

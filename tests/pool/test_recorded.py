@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ def records(tmp_path):
 
 
 def pool_of(path, **changes) -> RecordedPool:
-    return RecordedPool(path, **({"seed": 0, "rollouts_per_group": 2, "epochs": 2} | changes))
+    settings: dict[str, Any] = dict(seed=0, rollouts_per_group=2, epochs=2)
+    return RecordedPool(path, **(settings | changes))
 
 
 def recorded(groups) -> list[int]:

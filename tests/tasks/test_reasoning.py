@@ -3,6 +3,7 @@ verifier."""
 
 import builtins
 import dataclasses
+from typing import Any
 
 import pytest
 from reasoning_gym.factory import DATASETS
@@ -16,7 +17,9 @@ NEEDS_PARAMETERS = {"composite"}
 
 
 def source_of(family: str = "chain_sum", parameters=None, **changes) -> Source:
-    settings = dict(seed=0, train_prompts=200, held_out_prompts=40, held_out_fraction=0.1)
+    settings: dict[str, Any] = dict(
+        seed=0, train_prompts=200, held_out_prompts=40, held_out_fraction=0.1
+    )
     if parameters is None and family == "chain_sum":
         parameters = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}
     return Source(family, parameters or {}, **(settings | changes))
