@@ -15,12 +15,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import safetensors
 import safetensors.numpy
 from etils import epath
 from jaxtyping import Array
 
 SCHEMA_VERSION = 1
 TENSORS = "model.safetensors"
+# The names of dtypes in the file; safetensors.numpy writes bfloat16 but cannot read it.
+DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(jax.numpy.bfloat16)}
 MANIFEST = "manifest.json"
 
 
@@ -95,7 +98,7 @@ def read_weights(
         raise ValueError(
             f"{final / TENSORS} has digest {digest!r}, its manifest says {manifest['digest']!r}"
         )
-    host = safetensors.numpy.load(payload)
+    host = _tensors(payload)
     found = {name: (tuple(x.shape), str(x.dtype)) for name, x in host.items()}
     stated = {name: (tuple(x["shape"]), x["dtype"]) for name, x in manifest["tensors"].items()}
     expected = {name: (tuple(x.shape), str(x.dtype)) for name, x in (shapes or {}).items()}
@@ -109,6 +112,18 @@ def read_weights(
     if shardings is None:
         return {name: jax.numpy.asarray(x) for name, x in host.items()}, manifest
     return jax.device_put(host, {name: shardings[name] for name in host}), manifest
+
+
+def _tensors(payload: bytes) -> dict[str, np.ndarray]:
+    """The tensors of a file. Raises ValueError naming those of a dtype that no parameter has."""
+    held = dict(safetensors.deserialize(payload))
+    odd = sorted(f"{name} ({x['dtype']})" for name, x in held.items() if x["dtype"] not in DTYPES)
+    if odd:
+        raise ValueError(f"tensors of a dtype not among {sorted(DTYPES)}: {', '.join(odd)}")
+    return {
+        name: np.frombuffer(x["data"], DTYPES[x["dtype"]]).reshape(x["shape"])
+        for name, x in held.items()
+    }
 
 
 def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], who: str) -> list[str]:
