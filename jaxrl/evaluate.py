@@ -174,18 +174,8 @@ def evaluate(
     fits = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) <= longest]
     if not fits:
         raise ValueError(f"none of {len(tasks)} prompts fits max_prompt_tokens={max_prompt_tokens}")
-    requests = [
-        Request(
-            prompt=prompts[i],
-            group=first_group + i,
-            sample=sample,
-            temperature=temperature if sample < samples else 0.0,  # the last one is the greedy one
-            max_new_tokens=max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-        )
-        for i in fits
-        for sample in range(samples + 1)
-    ]
+    asked = {first_group + i: prompts[i] for i in fits}
+    requests = _requests(asked, samples, temperature, max_new_tokens, tokenizer.stop_ids)
     completions = generator.generate(requests)
     versions = {completion.version for completion in completions}
     if len(completions) != len(requests) or len(versions) != 1:
@@ -215,6 +205,28 @@ def evaluate(
         },
         version=dataclasses.astuple(versions.pop()),
     )
+
+
+def _requests(
+    prompts: Mapping[int, Sequence[int]],
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+) -> list[Request]:
+    """For each group: its samples, then the greedy one."""
+    return [
+        Request(
+            prompt=prompt,
+            group=group,
+            sample=sample,
+            temperature=temperature if sample < samples else 0.0,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+        )
+        for group, prompt in prompts.items()
+        for sample in range(samples + 1)
+    ]
 
 
 def _verdicts(source: TaskSource, task: Task, texts: Sequence[str]) -> list[Verdict] | None:
