@@ -262,10 +262,10 @@ def optimizer_metrics(before: Params, trained: Role) -> Metrics:
 
 def finite(metrics: Metrics) -> Metrics:
     """Float32 numbers; those not finite become 0 and are counted in ``metrics/nonfinite``."""
-    wide = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
-    bad = (~jnp.isfinite(jnp.stack(list(wide.values())))).sum().astype(jnp.float32)
-    kept = {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in wide.items()}
-    return kept | {"metrics/nonfinite": bad}
+    wide = jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics.values()])
+    good = jnp.isfinite(wide)
+    kept = dict(zip(metrics, jnp.where(good, wide, 0), strict=True))
+    return kept | {"metrics/nonfinite": (~good).sum().astype(jnp.float32)}
 
 
 def make_step(
