@@ -57,15 +57,16 @@ def test_a_rollout_becomes_a_row_and_padding_is_harmless():
     np.testing.assert_allclose(batch.temperature[0], [1, 1, 0.7, 0.7, 0.7, 1, 1, 1])
     np.testing.assert_array_equal(batch.group, [7, 7, 9, 9])  # the missing sibling keeps its slot
     np.testing.assert_array_equal(batch.valid, [True, False, True, True])
-    np.testing.assert_array_equal(batch.reward, np.float32([1, 0, 0.5, 0]))
+    np.testing.assert_array_equal(batch.reward, np.array([1, 0, 0.5, 0], np.float32))
     np.testing.assert_array_equal(batch.rollout, [0, 1, 2, 3])
     assert (batch.kind[1] == PAD).all() and (batch.temperature[1] == 1).all()
 
 
 def test_ids_and_logps_of_different_lengths_are_refused_not_repaired():
-    """Case 7: 3 ids with 2 log-probs -> rejected_ragged = 1. Two ids stay two ids, whatever text
-    says."""
-    ragged = dataclasses.replace(rollout(7, 0, [], [0, 1, 2], 1.0), logp=np.float32([-1, -1]))
+    """Case 7: 3 ids with 2 log-probs -> rejected_ragged = 1. Two ids stay two ids."""
+    ragged = dataclasses.replace(
+        rollout(7, 0, [], [0, 1, 2], 1.0), logp=np.array([-1, -1], np.float32)
+    )
     batch, counts = collated(two(ragged))
     assert counts["rejected_ragged"] == 1
     assert batch.valid.sum() == 1
@@ -198,16 +199,13 @@ def test_whole_records_move():
 
 
 def test_needed_facts_are_carried():
-    facts = [
-        {"grade": 0.5, "teacher_logp": np.float32([0, -1, -2])},
-        {"grade": 1, "teacher_logp": [0, -3]},
-    ]
-    first = rollout(7, 0, [1], [2, 3], 1.0, facts=facts[0])
-    second = rollout(7, 1, [1], [2], 1.0, facts=facts[1] | {"unasked": "text"})
-    second.facts["grade"] = 1.0
-    second.facts["teacher_logp"] = np.float32([0, -3])
-    batch, _ = collated(two(first, second), needs=("grade", "teacher_logp"))
-    np.testing.assert_array_equal(batch.facts["grade"], np.float32([0.5, 1]))
+    first = {"grade": 0.5, "teacher_logp": np.array([0, -1, -2], np.float32)}
+    second = {"grade": 1.0, "teacher_logp": np.array([0, -3], np.float32), "unasked": "text"}
+    asked = two(
+        rollout(7, 0, [1], [2, 3], 1.0, facts=first), rollout(7, 1, [1], [2], 1.0, facts=second)
+    )
+    batch, _ = collated(asked, needs=("grade", "teacher_logp"))
+    np.testing.assert_array_equal(batch.facts["grade"], np.array([0.5, 1], np.float32))
     np.testing.assert_array_equal(batch.facts["teacher_logp"], [[0, -1, -2, 0], [0, -3, 0, 0]])
     assert set(batch.facts) == {"grade", "teacher_logp"}
 

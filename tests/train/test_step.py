@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ class Charge:
 def charged(number, charges, *, failure=Failure.NONE, tokens=None):
     """A rollout whose action tokens cost what is said."""
     answer = tokens or [3] * len(charges)
-    fact = np.float32([0, *charges])
+    fact = np.array([0, *charges], np.float32)
     return rollout(number, 0, [1], answer, 0.0, failure=failure, facts={"charge": fact})
 
 
@@ -105,7 +106,7 @@ def charge_batch(rollouts, *, slots=None, minibatches=1):
     )[0]
 
 
-def run(algorithm, batch, *, micro=64, size=1, tx=SGD, state=None, **cuts):
+def run(algorithm, batch, *, micro=64, size=1, tx: Any = SGD, state=None, **cuts):
     """One take from the same start; parameters on the host, and numbers."""
     mesh = cuts.get("mesh")
     state = state or state_of(algorithm, tx, mesh=mesh)
@@ -307,7 +308,9 @@ def test_a_reward_that_is_no_number_costs_its_rollout_only(grpo_step):
     """Through collate: the rollout is out, its group is centred without it, the step is made."""
     algorithm, step = grpo_step
     groups = random_groups(3, 4, 2)
-    groups[0].rollouts[0] = dataclasses.replace(groups[0].rollouts[0], reward=math.nan)
+    first, *others = groups[0].rollouts
+    first = dataclasses.replace(first, reward=math.nan)
+    groups[0] = group(groups[0].id, [first, *others])
     batch = batch_of(groups, step_groups=4, size=2, minibatches=2)
     _, metrics = step(warm(grpo_step), batch)
     assert metrics["batch/valid_rollouts"] == 7
@@ -344,7 +347,7 @@ def test_garbage_where_nothing_counts_changes_nothing():
 def test_frozen_and_reference_stay_bit_for_bit():
     algorithm = grpo(kl_weight=0.1)
     state = state_of(algorithm, ADAM, freeze=("^scale$", "head"))
-    before = jax.device_get(state)
+    before, metrics = jax.device_get(state), {}
     step = step_of(algorithm, ADAM, micro=4, size=2, epochs=2)
     for seed in range(3):
         state, metrics = step(state, batch_of(random_groups(seed, 4, 2), step_groups=4, size=2))
@@ -466,7 +469,9 @@ def test_at_most_one_compilation_a_bucket():
     random = np.random.default_rng(0)
     used = set()
     for seed in range(50):
-        groups = random_groups(seed, random.integers(0, 3), 2, longest=random.integers(3, 12))
+        groups = random_groups(
+            seed, int(random.integers(0, 3)), 2, longest=int(random.integers(3, 12))
+        )
         batch = batch_of(groups, step_groups=2, size=2, buckets=(5, 12))
         used.add(batch.tokens.shape)
         state, _ = step(state, batch)

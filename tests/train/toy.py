@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def rollout(
 
 
 def group(number: int, rollouts: Sequence[Rollout]) -> Group:
-    return Group(number, str(number), list(rollouts))
+    return Group(number, str(number), tuple(rollouts))
 
 
 def random_groups(seed: int, groups: int, size: int, longest: int = 7) -> list[Group]:
@@ -113,7 +114,9 @@ def random_groups(seed: int, groups: int, size: int, longest: int = 7) -> list[G
     return [group(g + 10, [one(g + 10, sample) for sample in range(size)]) for g in range(groups)]
 
 
-def batch_of(groups, *, step_groups: int, size: int, minibatches: int = 1, buckets=(8,)) -> Batch:
+def batch_of(
+    groups, *, step_groups: int, size: int, minibatches: int = 1, buckets=(8,)
+) -> Any:  # arrays of numpy, not of jax
     return collate(
         groups,
         token_buckets=buckets,
