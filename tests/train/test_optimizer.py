@@ -94,10 +94,9 @@ def rate(config, update) -> float:
 
 
 def test_warm_up_then_cosine_then_constant():
-    rate = schedule(but(warmup_updates=4, decay_updates=10))
-    np.testing.assert_allclose(
-        [float(rate(n)) for n in range(4)], [0.025, 0.05, 0.075, 0.1], rtol=1e-6
-    )
+    config = but(warmup_updates=4, decay_updates=10)
+    rising = [rate(config, update) for update in range(4)]
+    np.testing.assert_allclose(rising, [0.025, 0.05, 0.075, 0.1], rtol=1e-6)
     assert rate(config, 4) == pytest.approx(0.1)
     assert rate(config, 9) == pytest.approx(0.1 * (0.1 + 0.9 * 0.5))  # half-way down
     assert rate(config, 14) == pytest.approx(0.01)
