@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.model.tiny import logp, numpy_logits, policy_on, rows, sampler_of, seeded
 
 from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler, draw, invert
 from jaxrl.pool.contract import Request
 from jaxrl.pool.rollout import StopReason, Version
+from tests.model.tiny import logp, numpy_logits, policy_on, rows, sampler_of, seeded
 
 PROMPTS = ([3, 1], [4, 1, 5, 9], [2, 6, 5, 3, 5, 8], [9])
 
@@ -122,7 +122,7 @@ def test_a_request_that_cannot_be_served_is_named(sampler, bad, words):
 
 
 def test_new_weights_replace_the_old_ones_whole(tmp_path):
-    """case 37: the probe's log-prob is the trainer's under the new weights; a wrong digest is refused"""
+    """case 37: a probe's log-prob is the trainer's new one; a wrong digest is refused"""
     policy, params = seeded()
     sampler = sampler_of(policy, params, tmp_path, prompt_buckets=(4,))
     asked = request([3, 1, 4], temperature=0.0)

@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.model.tiny import CONFIG, MESHES, numpy_logits, policy_on, seeded
 
 from jaxrl.model import transformer
 from jaxrl.model.policy import build
 from jaxrl.model.transformer import attend, bind
+from tests.model.tiny import CONFIG, MESHES, numpy_logits, policy_on, seeded
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -49,11 +49,11 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     ref = policy_on().init(jax.random.key(0))
     for sizes in MESHES:
         policy = policy_on(sizes)
-        params = policy.init(jax.random.key(0))
-        assert params.keys() == ref.keys()
+        params, shardings = policy.init(jax.random.key(0)), policy.shardings
+        assert shardings is not None and params.keys() == ref.keys()
         for name, x in params.items():
             np.testing.assert_array_equal(np.asarray(x), np.asarray(ref[name]), err_msg=name)
-            assert x.sharding.is_equivalent_to(policy.shardings[name], x.ndim), name
+            assert x.sharding.is_equivalent_to(shardings[name], x.ndim), name
     other = policy_on().init(jax.random.key(1))
     assert (np.asarray(other["embedding"]) != np.asarray(ref["embedding"])).all()
 
