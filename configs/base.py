@@ -66,6 +66,8 @@ def get_config(variant: str = "") -> ConfigDict:
     pool.path = ""
     pool.local_dir = ""  # where records of this run go (a local disk); "" means <workdir>/pool
     pool.rollouts_per_group = 8
+    # recorded: most right answers of the task that are shown; 0: all of its train split
+    pool.demonstrations = 0
     pool.epochs = 0  # recorded: passes over the records, then the phase ends; 0 means no end
     pool.publish_every_steps = 1  # weights to the pool; 0: at the end of a phase only
     pool.max_refills = (

@@ -43,7 +43,7 @@ INJECTED = 4  # put into the context by a harness, or generated but not eligible
 class View:
     """The same action tokens behind another context (``with_solution``, ``with_feedback``, ...).
 
-    ``index[row token]`` is, for each token of the plain row, its place in the view's row (-1: absent).
+    ``index[row token]`` is, for each token of the plain row, its place in the view's row, or -1.
     """
 
     tokens: Int[Array, "row view_token"]
@@ -55,7 +55,7 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Padded facts of whole groups. Built and checked by ``train/collate.py``, read by everything above."""
+    """Padded facts of whole groups, built and checked by ``train/collate.py``."""
 
     tokens: Int[Array, "row token"]
     position: Int[Array, "row token"]  # restarts in each segment; 0 on padding
@@ -87,4 +87,4 @@ class Credit:
     """What ``credit`` returns, once a take and without gradient."""
 
     advantage: Float[Array, "row token"]
-    weight: Float[Array, "row token"]  # the loss is (token_loss * weight).sum(), in train/step.py only
+    weight: Float[Array, "row token"]  # the loss is (token_loss * weight).sum()

@@ -7,27 +7,32 @@ Starts the run that the config describes, or continues it where the newest check
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A file of configs/, with :variant.", lock_config=True
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where everything of the run is written; a folder or a bucket."
-)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
+_WORKDIR = flags.DEFINE_string("workdir", None, "where the run is written: a folder or a bucket")
+_DEBUG = flags.DEFINE_bool("debug", False, "show where an error was raised")
 
 
 def main(argv: list[str]) -> None:
-    """Run the config; a refused one or a broken pool ends with one clear message, exit code 1."""
+    """Run the config. What was refused or went wrong ends with one message and exit code 1."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    from jaxrl.train import rounds  # jax starts only after the flags are understood
+    if not _DEBUG.value:
+        logging.set_verbosity(logging.WARNING)  # the checkpoint library tells of every file
+
+    # Only now, when the flags are understood: these start jax.
+    from jaxrl.pool.contract import PoolError
+    from jaxrl.train import rounds
+    from jaxrl.train.checkpoint import CheckpointError
 
     try:
-        rounds.run(_CONFIG.value, _WORKDIR.value)
-    except (ValueError, TypeError, rounds.RunError) as error:
-        sys.exit(f"jaxrl.launch: {error}")
+        rounds.run(_CONFIG.value, str(_WORKDIR.value))
+    except (ValueError, TypeError, ImportError, OSError, PoolError, CheckpointError) as error:
+        if _DEBUG.value:
+            raise
+        sys.exit(f"jaxrl.launch: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

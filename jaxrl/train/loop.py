@@ -6,7 +6,6 @@ Read ``train`` from top to bottom to follow a batch from the pool to the update.
 import dataclasses
 import hashlib
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,9 +30,6 @@ from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
 from jaxrl.train.step import make_step
 from jaxrl.train.workdir import Workdir
-
-# Evaluation draws under group ids of its own, so that its keys never meet those of training.
-EVAL_GROUPS = 1 << 30
 
 
 @dataclasses.dataclass
@@ -63,10 +59,10 @@ class Compilation:
     def __post_init__(self) -> None:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         # Tracing is left out: its events nest, so that their sum counts twice.
         if event.endswith(("backend_compile_duration", "jaxpr_to_mlir_module_duration")):
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 # Listeners cannot be removed, so there is one for the process.
@@ -154,13 +150,14 @@ def measure(parts: Parts, books: Books, phase: Phase, state: TrainState) -> dict
             samples=phase.eval.samples,
             temperature=phase.eval.temperature,
             max_new_tokens=phase.sampler.max_new_tokens,
-            first_group=EVAL_GROUPS,
+            max_prompt_tokens=max(phase.sampler.prompt_buckets),
         ).to_json()
         books.workdir.write_eval(step, result)
+    k = result["k"]
     accuracies = {
-        name: value
-        for name, value in result.items()
-        if re.fullmatch(r"(avg|pass)_at_\d+|greedy", name)
+        f"avg_at_{k}": result["avg_at_k"],
+        f"pass_at_{k}": result["pass_at_k"],
+        "greedy": result["greedy"],
     }
     books.logger.scalars(step, {f"eval/{name}": value for name, value in accuracies.items()})
     stated = "  ".join(f"{name} {100 * value:.1f} %" for name, value in accuracies.items())

@@ -22,7 +22,7 @@ from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Parts
 from jaxrl.train.metrics import Logger, Progress
 from jaxrl.train.settings import Phase
-from jaxrl.train.state import TrainState, create, place, roles_of, shardings
+from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
 from jaxrl.train.workdir import Workdir
 
 # May differ between a run and its continuation: nothing that was trained depends on them.
@@ -129,6 +129,7 @@ def open_pool(phase: Phase, parts: Parts, folder: epath.Path) -> RolloutPool:
                 parts.tokenizer,
                 path,
                 run_id="demonstrations",
+                limit=phase.pool.demonstrations or None,
                 max_tokens=max(phase.train.token_buckets),
             )
         return RecordedPool(
@@ -202,19 +203,20 @@ def _schedule(
     phases: list[Phase], parts: Parts, books: Books, restored: Restored | None
 ) -> dict[str, Any]:
     """Run the phases that are left, measure before and after the last, report."""
-    state: TrainState | None = restored.state if restored else None
-    current = restored.host["phase"] if restored else None
     names = [phase.name for phase in phases]
+    if restored:
+        state, current = restored.state, restored.host["phase"]
+    else:
+        state = begin(phases[0], parts, parts.policy.init(jax.random.key(phases[0].seed)))
+        current = names[0]
     before: dict[str, Any] = {}
-    for phase in phases[names.index(current) if current else 0 :]:
+    for phase in phases[names.index(current) :]:
         pool = open_pool(phase, parts, pool_folder(phase, books.workdir.root))
         try:
-            if restored and phase.name == current:
+            if phase.name != current:
+                state = begin(phase, parts, state.roles[STUDENT].all)
+            elif restored:
                 pool.restore(restored.host["pool"])
-            else:
-                params = parts.policy.init(jax.random.key(phase.seed)) if state is None else None
-                state = begin(phase, parts, params or state.roles["student"].all)
-            assert state is not None
             if phase is phases[-1]:
                 before = measured_before(parts, books, phase, state)
             if phase.pool.kind == "local":
@@ -222,11 +224,10 @@ def _schedule(
             state = loop.train(parts, books, phase, state, pool)
         finally:
             pool.close()
-    assert state is not None
     after = loop.measure(parts, books, phases[-1], state)
     outcome = report.Outcome(
-        before=before,
-        after=after,
+        before=report.HeldOut.of(before),
+        after=report.HeldOut.of(after),
         steps=int(state.step),
         tokens_per_s=books.clock.trained_tokens / max(books.clock.running_s, 1e-9),
         generation_tokens_per_s=books.clock.trained_tokens / max(books.clock.take_s, 1e-9),

@@ -7,7 +7,7 @@ An unknown or missing field is a ``TypeError`` from the dataclass itself; a bad 
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -48,7 +48,7 @@ class TaskConfig:
     train_prompts: int
     held_out_prompts: int
     held_out_fraction: float
-    reward: str
+    reward: Literal["exact", "score"]
 
     def __post_init__(self) -> None:
         _positive("task", self, "train_prompts", "held_out_prompts")
@@ -67,6 +67,7 @@ class PoolConfig:
     path: str
     local_dir: str
     rollouts_per_group: int
+    demonstrations: int
     epochs: int
     publish_every_steps: int
     max_refills: int
@@ -79,7 +80,9 @@ class PoolConfig:
         _one_of("pool", self, "kind", ("local", "recorded"))
         _one_of("pool", self, "tokenizer", ("sentencepiece",))
         _positive("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
-        _positive("pool", self, "epochs", "publish_every_steps", "max_refills", least=0)
+        _positive(
+            "pool", self, "demonstrations", "epochs", "publish_every_steps", "max_refills", least=0
+        )
         _positive("pool", self, "watchdog_s", least=1e-3)
         if self.kind == "local" and self.publish_every_steps != 1:
             raise ValueError(
