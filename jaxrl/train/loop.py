@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl import evaluate, mesh
 from jaxrl.algorithms import contract as algorithms
+from jaxrl.algorithms.contract import Algorithm
 from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
@@ -28,7 +29,7 @@ from jaxrl.train.collate import collate
 from jaxrl.train.metrics import Logger, Progress, samples_table
 from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
-from jaxrl.train.step import make_step
+from jaxrl.train.step import Step, make_step
 from jaxrl.train.workdir import Workdir
 
 
@@ -174,6 +175,7 @@ def save(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> No
         "consumed": books.consumed,
         "pool": pool.state(),
     }
+    books.logger.flush()  # curves of steps that will not run again
     books.checkpoints.save(int(state.step), state, host)
     pool.commit(int(state.step) - 1)
 
@@ -211,16 +213,20 @@ def log(
     )
 
 
-def train(
-    parts: Parts, books: Books, phase: Phase, state: TrainState, pool: RolloutPool
-) -> TrainState:
-    """Run the steps that are left of a phase.
+def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
+    """A phase's algorithm and step.
 
-    One step: take whole groups, pad them to a Batch, update the weights, publish them, log, save.
-    Ends early, with a line that says so, when the pool has nothing left.
+    Raises ValueError or TypeError, naming the fields, for what would otherwise fail at the first
+    batch: cuts that do not divide, and rollouts that may not fit into a row.
     """
     algorithm = algorithms.load(**phase.algorithm)
-    train_step = make_step(
+    longest = max(phase.sampler.prompt_buckets) + phase.sampler.max_new_tokens
+    if phase.pool.kind == "local" and longest > max(phase.train.token_buckets):
+        raise ValueError(
+            f"train.token_buckets={phase.train.token_buckets!r}; allowed: the longest holds a "
+            f"prompt and its response, {longest} tokens (sampler.prompt_buckets + max_new_tokens)"
+        )
+    step = make_step(
         parts.policy,
         algorithm,
         optimizer.build(phase.optimizer),
@@ -230,6 +236,26 @@ def train(
         micro_rollouts=phase.train.micro_rollouts,
         rollouts_per_group=phase.pool.rollouts_per_group,
     )
+    step.plan(phase.train.groups * phase.pool.rollouts_per_group)
+    return algorithm, step
+
+
+def is_due(phase: Phase, step: int) -> bool:
+    """Whether held-out accuracy is measured after so many steps, besides before and after."""
+    return phase.eval.every_steps > 0 and step % phase.eval.every_steps == 0
+
+
+def train(
+    parts: Parts, books: Books, phase: Phase, state: TrainState, pool: RolloutPool
+) -> TrainState:
+    """Run the steps that are left of a phase.
+
+    One step: take whole groups, pad them to a Batch, update the weights, publish them, log, save.
+    Ends early, with a line that says so, when the pool has nothing left.
+    """
+    algorithm, train_step = prepare(parts, phase)
+    if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
+        measure(parts, books, phase, state)  # its curve was cut where the run resumes
     for step in range(int(state.step), phase.last_step):
         began, compiled = time.monotonic(), COMPILATION.seconds
         try:
@@ -267,7 +293,7 @@ def train(
             "time/compile_s": COMPILATION.seconds - compiled,
         }
         log(books, phase, step, groups, numbers, seconds)
-        if phase.eval.every_steps and (step + 1) % phase.eval.every_steps == 0:
+        if is_due(phase, step + 1):
             measure(parts, books, phase, state)
     books.compilations[f"step:{phase.name}"] = train_step.trace_count
     return state

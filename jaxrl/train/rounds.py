@@ -175,11 +175,12 @@ def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
     Raises ValueError or TypeError for a config that is refused, before anything is trained.
     """
     phases = settings.phases(config)
-    for phase in phases:
-        algorithms.load(**phase.algorithm)
     root = epath.Path(workdir)
     root.mkdir(parents=True, exist_ok=True)
     parts = assemble(phases[0], root)
+    for phase in phases:
+        loop.prepare(parts, phase)
+        form(phase, parts)
     checkpoints = Checkpoints(root / "checkpoints", keep=phases[-1].checkpoint.keep)
     restored = resume(phases, parts, checkpoints)
     report.write_start(root, config.to_dict())
