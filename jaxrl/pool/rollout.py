@@ -175,14 +175,15 @@ class Rollout:
 
     @property
     def digest(self) -> str:
-        """Hex digest of what was observed: tokens, log-probs, versions, outcome; not of identity or
-        times."""
+        """Hex digest of what was observed: tokens, log-probs, weights, outcome; not of identity,
+        lineage or times."""
         hasher = hashlib.blake2b(digest_size=16)
         for name, dtype in COLUMNS.items():
             hasher.update(self.__dict__[name].astype(dtype).tobytes())
         outcome = [
             self.content_hash,
-            [dataclasses.astuple(version) for version in self.versions],
+            # Not the epoch: steps that are run again after a restart observe the same.
+            [(version.step, version.digest) for version in self.versions],
             self.reward,
             self.correct,
             self.stop_reason,

@@ -190,7 +190,7 @@ def log(
 ) -> None:
     """Curves, samples and the progress line of one step."""
     tokens = int(numbers["batch/action_tokens"])
-    wall = seconds["time/take_s"] + seconds["time/step_s"] + seconds["time/books_s"]
+    wall = sum(seconds[f"time/{part}_s"] for part in ("take", "step", "publish", "save"))
     working = max(wall - seconds["time/compile_s"], 1e-9)
     books.clock.add(phase, tokens, working, seconds["time/take_s"])
     if (step + 1) % phase.log.every_steps == 0:
@@ -256,6 +256,7 @@ def train(
     algorithm, train_step = prepare(parts, phase)
     if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
         measure(parts, books, phase, state)  # its curve was cut where the run resumes
+    save_s = 0.0
     for step in range(int(state.step), phase.last_step):
         began, compiled = time.monotonic(), COMPILATION.seconds
         try:
@@ -282,17 +283,20 @@ def train(
         every = phase.pool.publish_every_steps
         if every and (step + 1) % every == 0:
             pool.publish(*publish(books, phase, state))
-        if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step:
-            save(books, phase, state, pool)
         numbers |= {f"pool/{name}": count for name, count in manifest.counts.items()}
         numbers |= {f"batch/{name}": count for name, count in counts.items()}
         seconds = {
             "time/take_s": taken - began,
             "time/step_s": stepped - taken,
-            "time/books_s": time.monotonic() - stepped,
+            "time/publish_s": time.monotonic() - stepped,
+            "time/save_s": save_s,  # after the step before
             "time/compile_s": COMPILATION.seconds - compiled,
         }
         log(books, phase, step, groups, numbers, seconds)
+        logged = time.monotonic()
+        if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step:
+            save(books, phase, state, pool)
+        save_s = time.monotonic() - logged
         if is_due(phase, step + 1):
             measure(parts, books, phase, state)
     books.compilations[f"step:{phase.name}"] = train_step.trace_count

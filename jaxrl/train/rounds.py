@@ -218,6 +218,7 @@ def _schedule(
                 state = begin(phase, parts, state.roles[STUDENT].all)
             elif restored:
                 pool.restore(restored.host["pool"])
+                pool.commit(restored.step - 1)  # a crash may have come between the two
             if phase is phases[-1]:
                 before = measured_before(parts, books, phase, state)
             if phase.pool.kind == "local":
