@@ -19,7 +19,7 @@ from jaxrl.algorithms.contract import Algorithm
 from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
-from jaxrl.pool.contract import Group, Manifest, PoolEnd, RolloutPool
+from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
 from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import TaskSource
@@ -99,13 +99,20 @@ class Books:
     compilations: dict[str, int] = dataclasses.field(default_factory=dict)
     published: tuple[Version, str] | None = None  # the newest weights directory
 
-    def continue_from(self, restored: Restored) -> None:
-        """Take over the accounts of a checkpoint, and drop what was written past it."""
-        self.epoch = restored.host["epoch"] + 1
-        self.consumed = restored.host["consumed"]
-        self.workdir.forget_after(restored.step)
-        self.progress.note(f"continuing at step {restored.step}")
-        self.logger.scalars(restored.step, {"checkpoint/fallbacks": restored.fallbacks})
+    def open(self, restored: Restored | None) -> None:
+        """Take over the accounts of a checkpoint, if any, and drop what was written past it.
+
+        The epoch is above all that ever published here, also above those of attempts that ended
+        before their first checkpoint: a version never means two sets of weights.
+        """
+        epochs = [epoch for epoch, _ in self.workdir.published()]
+        self.workdir.forget_after(restored.step if restored else -1)
+        if restored:
+            epochs.append(restored.host["epoch"])
+            self.consumed = restored.host["consumed"]
+            self.progress.note(f"continuing at step {restored.step}")
+            self.logger.scalars(restored.step, {"checkpoint/fallbacks": restored.fallbacks})
+        self.epoch = max(epochs, default=-1) + 1
 
     def consume(self, manifest: Manifest) -> None:
         """Chain the manifest of a step into the account of what was trained."""
@@ -256,7 +263,7 @@ def train(
     algorithm, train_step = prepare(parts, phase)
     if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
         measure(parts, books, phase, state)  # its curve was cut where the run resumes
-    save_s = 0.0
+    save_s, saved = 0.0, int(state.step)
     for step in range(int(state.step), phase.last_step):
         began, compiled = time.monotonic(), COMPILATION.seconds
         try:
@@ -264,6 +271,10 @@ def train(
         except PoolEnd as end:
             books.progress.note(f"{phase.name} ends at step {step} of {phase.last_step}: {end}")
             break
+        except PoolError:
+            if step > saved:  # nothing that was trained is lost with the pool
+                save(books, phase, state, pool)
+            raise
         taken = time.monotonic()
         batch, counts = collate(
             groups,
@@ -296,6 +307,7 @@ def train(
         logged = time.monotonic()
         if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step:
             save(books, phase, state, pool)
+            saved = step + 1
         save_s = time.monotonic() - logged
         if is_due(phase, step + 1):
             measure(parts, books, phase, state)

@@ -1,7 +1,9 @@
 """A schedule of phases on the same weights: build the parts, resume, run, report."""
 
 import dataclasses
+import hashlib
 import importlib
+import json
 from typing import Any
 
 import jax
@@ -119,16 +121,18 @@ def form(phase: Phase, parts: Parts) -> TrainState:
     )
 
 
-def open_pool(phase: Phase, parts: Parts, folder: epath.Path) -> RolloutPool:
-    """The pool that a phase asks for."""
+def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
+    """The pool that a phase asks for. Its records name the run by what makes it this run."""
+    folder = pool_folder(phase, books.workdir.root)
+    digest = hashlib.blake2b(json.dumps(books.identity).encode(), digest_size=8).hexdigest()
     if phase.pool.kind == "recorded":
         path = epath.Path(phase.pool.path) if phase.pool.path else folder / "demonstrations"
-        if not phase.pool.path and not path.exists():
+        if not phase.pool.path:  # written anew at each start: the same records, whatever lay there
             recorded.demonstrate(
                 parts.source,
                 parts.tokenizer,
                 path,
-                run_id="demonstrations",
+                run_id=f"demonstrations-{digest}",
                 limit=phase.pool.demonstrations or None,
                 max_tokens=max(phase.train.token_buckets),
             )
@@ -144,7 +148,7 @@ def open_pool(phase: Phase, parts: Parts, folder: epath.Path) -> RolloutPool:
         parts.sampler,
         parts.tokenizer,
         parts.source,
-        run_id=phase.name,
+        run_id=f"{phase.name}-{digest}",
         seed=phase.seed,
         rollouts_per_group=phase.pool.rollouts_per_group,
         temperature=phase.sampler.temperature,
@@ -192,8 +196,7 @@ def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
         identity=identity(phases, parts.tokenizer),
         prompts={task.key: task.prompt for task in parts.source.tasks("train")},
     )
-    if restored:
-        books.continue_from(restored)
+    books.open(restored)
     try:
         return _schedule(phases, parts, books, restored)
     finally:
@@ -212,7 +215,7 @@ def _schedule(
         current = names[0]
     before: dict[str, Any] = {}
     for phase in phases[names.index(current) :]:
-        pool = open_pool(phase, parts, pool_folder(phase, books.workdir.root))
+        pool = open_pool(phase, parts, books)
         try:
             if phase.name != current:
                 state = begin(phase, parts, state.roles[STUDENT].all)

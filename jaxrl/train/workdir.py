@@ -6,12 +6,14 @@ whole or not at all.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from jaxrl.pool.contract import Group, Manifest
+from jaxrl.train.metrics import read_lines
 
 
 def write_json(path: epath.Path, record: Mapping[str, Any]) -> None:
@@ -37,15 +39,17 @@ class Workdir:
         """The directory of one published version."""
         return self.root / "weights" / f"v={epoch}-{step}"
 
+    def published(self) -> list[tuple[int, int]]:
+        """(epoch, step) of the published versions, oldest first."""
+        names = [
+            re.fullmatch(r"v=(\d+)-(\d+)", p.name) for p in (self.root / "weights").glob("v=*")
+        ]
+        return sorted((int(name[1]), int(name[2])) for name in names if name)
+
     def drop_weights(self, keep: int) -> None:
         """Delete all published versions but the newest ``keep``."""
-        published = [path for path in (self.root / "weights").glob("v=*-*") if path.is_dir()]
-
-        def age(path: epath.Path) -> tuple[int, ...]:
-            return tuple(int(part) for part in path.name.removeprefix("v=").split("-"))
-
-        for path in sorted((path for path in published if path.suffix != ".tmp"), key=age)[:-keep]:
-            path.rmtree()
+        for version in self.published()[:-keep]:
+            self.weights(*version).rmtree()
 
     def write_eval(self, step: int, result: Mapping[str, Any]) -> None:
         """Keep the held-out result of the weights after ``step`` steps."""
@@ -86,10 +90,9 @@ class Workdir:
                     path.unlink()
         journal = self.root / "journal.jsonl"
         if journal.exists():
-            lines = [line for line in journal.read_text().splitlines() if line]
-            kept = [line for line in lines if json.loads(line)["step"] < step]
+            kept = [line for line in read_lines(journal) if line["step"] < step]
             temporary = journal.with_name("journal.jsonl.tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
             temporary.replace(journal)
 
     def journal(self, manifest: Manifest) -> None:
