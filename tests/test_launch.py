@@ -89,11 +89,37 @@ def test_a_missing_parameter_is_named(tmp_path):
         rounds.run(config, str(tmp_path))
 
 
-@pytest.mark.parametrize("section", ["model", "task", "pool", "sampler", "train", "optimizer"])
+SECTIONS = ["model", "task", "pool", "sampler", "train", "optimizer", "eval", "checkpoint", "log"]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
 def test_an_unused_field_is_an_error(section):
     config = tiny()
     config[section].dreams = 1
     with pytest.raises(TypeError, match="dreams"):
+        settings.phases(config)
+
+
+@pytest.mark.parametrize("section", ["algorithm", "mesh"])
+def test_an_unused_field_of_an_open_section_is_an_error_too(section, tmp_path):
+    config = tiny()
+    config[section].dreams = 1
+    with pytest.raises((TypeError, ValueError), match="dreams"):
+        rounds.run(config, str(tmp_path))
+
+
+def test_an_unused_section_is_an_error():
+    config = tiny()
+    config.sampling = {"temperature": 0.3}
+    with pytest.raises(ValueError, match=r"config\.sampling is unknown; allowed: .*sampler"):
+        settings.phases(config)
+
+
+@pytest.mark.parametrize("field", ["top_p", "top_k", "min_p"])
+def test_case_3_samplers_that_truncate_are_refused_for_training(field):
+    config = tiny()
+    config.sampler[field] = 0.8
+    with pytest.raises(TypeError, match=field):
         settings.phases(config)
 
 
@@ -116,3 +142,20 @@ def test_launch_says_it_in_one_line(tmp_path):
     )
     assert run.returncode == 1 and "Traceback" not in run.stderr
     assert "jaxrl.launch: ValueError: task.family='sums' is unknown" in run.stderr
+
+
+@pytest.mark.slow
+def test_case_36_a_pool_that_does_not_answer_ends_the_process(tmp_path):
+    words = "-m jaxrl.launch --config configs/gvpo.py:tiny --config.pool.watchdog_s=0.001 --workdir"
+    run = subprocess.run(
+        [sys.executable, *words.split(), str(tmp_path / "run")],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("jaxrl.launch: PoolError: ") and "pool.watchdog_s" in last
+    assert (tmp_path / "run" / "checkpoints" / "2").exists()  # what was trained before is kept

@@ -9,6 +9,7 @@ Runs that have finished are read back.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ def run(variant: str, seed: int, workdir: Path) -> dict[str, Any]:
     folder = workdir / f"{variant or 'gvpo'}-{seed}"
     clock = folder / "seconds.json"
     if not clock.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # of a run cut off, whose seconds nobody knows
         config = "configs/quickstart.py" + (f":{variant}" if variant else "")
         words = ["--config", config, f"--config.seed={seed}", "--workdir", str(folder)]
         began = time.monotonic()

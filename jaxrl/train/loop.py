@@ -24,7 +24,7 @@ from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import TaskSource
 from jaxrl.train import optimizer
-from jaxrl.train.checkpoint import Checkpoints, Restored
+from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
 from jaxrl.train.collate import collate
 from jaxrl.train.metrics import Logger, Progress, samples_table
 from jaxrl.train.settings import Phase
@@ -39,16 +39,21 @@ class Clock:
 
     phase: str = ""
     running_s: float = 0.0  # all of the loop, without compilation
-    take_s: float = 0.0
+    take_s: float = 0.0  # of that, in takes
     trained_tokens: int = 0
+    sampled_tokens: int = 0  # those of refused groups too; none where rollouts are read
 
-    def add(self, phase: Phase, tokens: int, running_s: float, take_s: float) -> None:
+    def add(
+        self, phase: Phase, *, trained: int, sampled: int, running_s: float, take_s: float
+    ) -> None:
         """Count a step; another phase starts from nothing."""
         if self.phase != phase.name:
-            self.phase, self.running_s, self.take_s, self.trained_tokens = phase.name, 0, 0, 0
+            self.phase, self.running_s, self.take_s = phase.name, 0.0, 0.0
+            self.trained_tokens, self.sampled_tokens = 0, 0
         self.running_s += running_s
         self.take_s += take_s
-        self.trained_tokens += tokens
+        self.trained_tokens += trained
+        self.sampled_tokens += sampled
 
 
 @dataclasses.dataclass
@@ -98,6 +103,7 @@ class Books:
     clock: Clock = dataclasses.field(default_factory=Clock)
     compilations: dict[str, int] = dataclasses.field(default_factory=dict)
     published: tuple[Version, str] | None = None  # the newest weights directory
+    saved: int = -1  # step of the newest checkpoint
 
     def open(self, restored: Restored | None) -> None:
         """Take over the accounts of a checkpoint, if any, and drop what was written past it.
@@ -109,7 +115,9 @@ class Books:
         self.workdir.forget_after(restored.step if restored else -1)
         if restored:
             epochs.append(restored.host["epoch"])
+            self.saved = restored.step
             self.consumed = restored.host["consumed"]
+            self.clock = Clock(**restored.host["clock"])
             self.progress.note(f"continuing at step {restored.step}")
             self.logger.scalars(restored.step, {"checkpoint/fallbacks": restored.fallbacks})
         self.epoch = max(epochs, default=-1) + 1
@@ -144,11 +152,23 @@ def publish(books: Books, phase: Phase, state: TrainState) -> tuple[Version, str
     return books.published
 
 
+def differs(result: Mapping[str, Any], phase: Phase) -> list[str]:
+    """Settings of ``eval`` that a held-out result was not measured with: they may be changed."""
+    asked = min(phase.eval.prompts, phase.task.held_out_prompts)
+    had = result["prompts"] + result["rejected_long"] + result["unverified"]
+    pairs = {
+        "eval.samples": (result["samples"], phase.eval.samples),
+        "eval.temperature": (result["temperature"], phase.eval.temperature),
+        "eval.prompts": (had, asked),
+    }
+    return [f"{name} was {was!r}, is {now!r}" for name, (was, now) in pairs.items() if was != now]
+
+
 def measure(parts: Parts, books: Books, phase: Phase, state: TrainState) -> dict[str, Any]:
     """Held-out accuracy of these weights; read back if it was measured before a restart."""
     step = int(state.step)
     result = books.workdir.read_eval(step)
-    if result is None:
+    if result is None or differs(result, phase):
         parts.sampler.load(*publish(books, phase, state))
         result = evaluate.evaluate(
             parts.sampler,
@@ -180,11 +200,27 @@ def save(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> No
         "epoch": books.epoch,
         "identity": books.identity,
         "consumed": books.consumed,
+        "clock": dataclasses.asdict(books.clock),
         "pool": pool.state(),
     }
     books.logger.flush()  # curves of steps that will not run again
     books.checkpoints.save(int(state.step), state, host)
+    books.saved = int(state.step)
     pool.commit(int(state.step) - 1)
+
+
+def save_rest(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:
+    """Checkpoint the steps of this phase that no checkpoint covers, where a pool gives no more."""
+    if int(state.step) > phase.first_step and int(state.step) != books.saved:
+        save(books, phase, state, pool)
+
+
+def rescue(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:
+    """``save_rest`` beside an error of the pool, which stays the one that ends the run."""
+    try:
+        save_rest(books, phase, state, pool)
+    except (CheckpointError, OSError) as error:
+        books.progress.note(f"the pool failed, and so did a last checkpoint: {error}")
 
 
 def log(
@@ -199,7 +235,13 @@ def log(
     tokens = int(numbers["batch/action_tokens"])
     wall = sum(seconds[f"time/{part}_s"] for part in ("take", "step", "publish", "save"))
     working = max(wall - seconds["time/compile_s"], 1e-9)
-    books.clock.add(phase, tokens, working, seconds["time/take_s"])
+    books.clock.add(
+        phase,
+        trained=tokens,
+        sampled=int(numbers.get("pool/sampled_tokens", 0)),
+        running_s=working,
+        take_s=max(seconds["time/take_s"] - seconds["time/take_compile_s"], 0),
+    )
     if (step + 1) % phase.log.every_steps == 0:
         rate = {"train/tokens_per_s": tokens / working}
         books.logger.scalars(step, {**numbers, **seconds, **rate})
@@ -263,19 +305,19 @@ def train(
     algorithm, train_step = prepare(parts, phase)
     if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
         measure(parts, books, phase, state)  # its curve was cut where the run resumes
-    save_s, saved = 0.0, int(state.step)
+    save_s = 0.0
     for step in range(int(state.step), phase.last_step):
         began, compiled = time.monotonic(), COMPILATION.seconds
         try:
             groups, manifest = pool.take(phase.train.groups, step)
         except PoolEnd as end:
             books.progress.note(f"{phase.name} ends at step {step} of {phase.last_step}: {end}")
+            save_rest(books, phase, state, pool)
             break
         except PoolError:
-            if step > saved:  # nothing that was trained is lost with the pool
-                save(books, phase, state, pool)
+            rescue(books, phase, state, pool)  # nothing that was trained is lost with the pool
             raise
-        taken = time.monotonic()
+        taken, compiled_then = time.monotonic(), COMPILATION.seconds
         batch, counts = collate(
             groups,
             token_buckets=phase.train.token_buckets,
@@ -293,7 +335,11 @@ def train(
         books.consume(manifest)
         every = phase.pool.publish_every_steps
         if every and (step + 1) % every == 0:
-            pool.publish(*publish(books, phase, state))
+            try:
+                pool.publish(*publish(books, phase, state))
+            except PoolError:
+                rescue(books, phase, state, pool)
+                raise
         numbers |= {f"pool/{name}": count for name, count in manifest.counts.items()}
         numbers |= {f"batch/{name}": count for name, count in counts.items()}
         seconds = {
@@ -302,12 +348,12 @@ def train(
             "time/publish_s": time.monotonic() - stepped,
             "time/save_s": save_s,  # after the step before
             "time/compile_s": COMPILATION.seconds - compiled,
+            "time/take_compile_s": compiled_then - compiled,  # of that, in the take
         }
         log(books, phase, step, groups, numbers, seconds)
         logged = time.monotonic()
         if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step:
             save(books, phase, state, pool)
-            saved = step + 1
         save_s = time.monotonic() - logged
         if is_due(phase, step + 1):
             measure(parts, books, phase, state)

@@ -102,7 +102,7 @@ def samples_table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [
             escape(row["prompt"]),
             escape(row["response"]),
-            f"{row['reward']:.3g}",
+            "" if row["reward"] is None else f"{row['reward']:.3g}",
             correct if row["correct"] is not None else "",
             escape(str(row["stop_reason"])),
         ]

@@ -61,7 +61,7 @@ class HeldOut:
     avg_at_k: float
     pass_at_k: float
     greedy: float
-    interval: tuple[float, float]
+    interval: tuple[float | None, float | None]  # None: one prompt has no interval
     method: str
 
     @classmethod
@@ -204,7 +204,7 @@ def table(summary: Mapping[str, Any], workdir: epath.PathLike) -> str:
     for title, name in ((f"avg@{k}", f"avg_at_{k}"), (f"pass@{k}", f"pass_at_{k}")):
         accuracy.append([title, *_change(before, after, name)])
     accuracy.append(["greedy", *_change(before, after, "greedy")])
-    low, high = (_percent(x) for x in after["interval"])
+    low, high = ("none" if x is None else _percent(x) for x in after["interval"])
     compiled = ", ".join(f"{name} {n}" for name, n in sorted(summary["compilations"].items()))
     facts = [
         ["quantity", "value"],

@@ -235,7 +235,7 @@ def _schedule(
         after=report.HeldOut.of(after),
         steps=int(state.step),
         tokens_per_s=books.clock.trained_tokens / max(books.clock.running_s, 1e-9),
-        generation_tokens_per_s=books.clock.trained_tokens / max(books.clock.take_s, 1e-9),
+        generation_tokens_per_s=books.clock.sampled_tokens / max(books.clock.take_s, 1e-9),
         compilations={**books.compilations, **parts.sampler.compilations},
         seed=phases[-1].seed,
     )
@@ -251,5 +251,11 @@ def measured_before(parts: Parts, books: Books, phase: Phase, state: TrainState)
         raise ValueError(
             f"{books.workdir.root}/eval/{phase.first_step}.json is missing: the accuracy before "
             f"phase {phase.name!r} cannot be measured at step {int(state.step)}"
+        )
+    changed = loop.differs(result, phase)
+    if changed:
+        raise ValueError(
+            f"{'; '.join(changed)}: the accuracy before phase {phase.name!r} cannot be measured "
+            f"again at step {int(state.step)}; allowed: what it was measured with"
         )
     return result

@@ -191,6 +191,11 @@ class Phase:
     log: LogConfig
 
 
+_OWN = {"name", "first_step", "last_step"}  # what is resolved, not written in a config
+SECTIONS = [field.name for field in dataclasses.fields(Phase) if field.name not in _OWN]
+SECTIONS += ["scorers"]
+
+
 def _overridden(base: dict[str, Any], override: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``base`` with the fields of ``override``; a field that base lacks is an error."""
     merged = copy.deepcopy(base)
@@ -237,6 +242,8 @@ def phases(config: ConfigDict) -> list[Phase]:
     """
     sections = config.to_dict()
     table = sections.pop("phases")
+    if unknown := sorted(set(sections) - set(SECTIONS)):
+        raise ValueError(f"config.{unknown[0]} is unknown; allowed: {', '.join(SECTIONS)}, phases")
     order = table.pop("order")
     if not order or len(set(order)) != len(order) or set(order) != set(table):
         raise ValueError(

@@ -50,6 +50,8 @@ class Workdir:
         """Delete all published versions but the newest ``keep``."""
         for version in self.published()[:-keep]:
             self.weights(*version).rmtree()
+        for half in (self.root / "weights").glob("v=*.tmp"):  # of processes that were killed
+            half.rmtree()
 
     def write_eval(self, step: int, result: Mapping[str, Any]) -> None:
         """Keep the held-out result of the weights after ``step`` steps."""
@@ -68,7 +70,7 @@ class Workdir:
             {
                 "group": group.id,
                 "sample": rollout.sample,
-                "prompt": prompts[rollout.task_key],
+                "prompt": prompts.get(rollout.task_key, f"({rollout.task_key})"),
                 "response": rollout.text,
                 "reward": rollout.reward,
                 "correct": rollout.correct,

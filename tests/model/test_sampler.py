@@ -189,3 +189,12 @@ def test_a_log_prob_is_never_positive_and_is_at_the_temperature():
         if token[row] == 0:
             assert found[row] == pytest.approx(right[0][row], abs=1e-6)
     assert (token == 0).any() and (found <= 0).all()
+
+
+def test_case_3_log_probs_are_over_the_whole_vocabulary():
+    # top-p of .8 would keep {0, 1} and say log(.5 / .8) = -.470004 of token 0
+    logits = jnp.tile(jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), (64, 1))
+    key = jnp.stack([jnp.arange(64, dtype=jnp.uint32)] * 2, axis=1)
+    token, found = draw(logits, key, jnp.zeros(64, jnp.int32), jnp.ones(64))
+    assert set(np.asarray(token).tolist()) == {0, 1, 2, 3}  # nothing is cut off
+    np.testing.assert_allclose(found[token == 0], -0.693147, atol=1e-6)

@@ -111,3 +111,42 @@ def test_the_log_prob_gap_stays_small_where_nothing_is_learned(tmp_path):
     rounds.run(made, str(tmp_path))
     assert np.max(curves(tmp_path, "sampler/gap_max")) < 1e-4
     assert np.max(curves(tmp_path, "sampler/gap_mean")) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_run_whose_data_ends_leaves_a_checkpoint(tmp_path):
+    made = config("sft", 20)
+    made.pool.epochs = 1  # 64 records, 16 a step
+    assert rounds.run(made, str(tmp_path))["steps"] == 4
+    assert (tmp_path / "checkpoints" / "4" / "manifest.json").exists()
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert told["tokens_per_s"] > 0 and told["generation_tokens_per_s"] == 0  # read, not sampled
+    again = rounds.run(made, str(tmp_path))
+    assert again["steps"] == 4 and again["tokens_per_s"] == told["tokens_per_s"]
+
+
+@pytest.mark.slow
+def test_accuracies_before_and_after_are_measured_alike(tmp_path):
+    made = config("sft", 2)
+    rounds.run(made, str(tmp_path))
+    made.eval.samples, made.train.steps = 3, 3
+    with pytest.raises(ValueError, match="eval.samples was 2, is 3"):
+        rounds.run(made, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_records_of_other_questions_with_failed_verifiers_are_shown(source, tmp_path):
+    source.MOOD, source.AFTER, source.CALLS = "nan", 50, 0
+    live = config("grpo", 2)
+    live.task.source = "moody"
+    with pytest.raises(ValueError, match="the verifier failed on all"):  # at the end
+        rounds.run(live, str(tmp_path / "live"))
+    made = config("grpo", 1)
+    made.pool.update(kind="recorded", path=str(tmp_path / "live/pool/main"), publish_every_steps=0)
+    made.train.update(groups=8, micro_rollouts=32)
+    made.log.samples = 100
+    made.task.train_prompts = 1
+    made.eval.update(prompts=1, samples=1)  # has no interval
+    rounds.run(made, str(tmp_path / "again"))
+    shown = (tmp_path / "again/samples/0.jsonl").read_text()
+    assert '"reward": null' in shown and "chain_sum/" in shown

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import numpy as np
 import optax
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -11,7 +12,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxrl.mesh import Rules
 from jaxrl.model.policy import build
 from jaxrl.model.transformer import ModelConfig
+from jaxrl.pool.local import LocalPool
 from jaxrl.train import state as states
+from tests.model.tiny import policy_on, sampler_of
+from tests.pool.scripted import Letters, Sums
 from tests.train.test_step import assert_same, grpo, gvpo
 from tests.train.toy import batch_of, mesh_of, random_groups, step_of
 
@@ -102,6 +106,47 @@ def test_no_mesh_is_left_out():
         assert after.sharding.is_equivalent_to(before, after.ndim)
     split = [x for x in state.roles["student"].params.values() if not x.is_fully_replicated]
     assert len(split) >= 5
+
+
+def sampled(sizes, params, path):
+    """What three takes of a local pool hand over when its sampler lives on a mesh."""
+    sampler = sampler_of(policy_on(sizes, vocab_size=128), params, path)
+    pool = LocalPool(
+        sampler,
+        Letters(),
+        Sums(5),  # 2 a step: the third take crosses into the second epoch
+        run_id="run",
+        seed=7,
+        rollouts_per_group=3,
+        temperature=1.0,
+        max_new_tokens=5,
+        max_prompt_tokens=8,
+        watchdog_s=120.0,
+        max_refills=0,
+    )
+    assert sampler.version is not None
+    pool.publish(sampler.version, str(path / "v=0-0"))
+    return [pool.take(2, step) for step in range(3)]
+
+
+@pytest.mark.slow
+def test_any_mesh_draws_the_same_prompts_and_the_same_samples(tmp_path):
+    """Data order and sampling keys bit for bit: the same groups, in each the same token ids."""
+    params = policy_on(vocab_size=128).init(jax.random.key(1))
+    one = sampled(MESHES[0], params, tmp_path)
+    texts = {r.tokens.tobytes() for groups, _ in one for group in groups for r in group.rollouts}
+    assert len(texts) == 3 * 2 * 3  # nothing is equal for want of variety
+    for sizes in MESHES[1:]:
+        for (groups, manifest), (wanted, expected) in zip(
+            sampled(sizes, params, tmp_path), one, strict=True
+        ):
+            assert [g.id for g in groups] == [g.id for g in wanted]
+            assert [key for key, _ in manifest.groups] == [key for key, _ in expected.groups]
+            for group, same in zip(groups, wanted, strict=True):
+                for mine, theirs in zip(group.rollouts, same.rollouts, strict=True):
+                    assert mine.task_key == theirs.task_key
+                    assert mine.tokens.tobytes() == theirs.tokens.tobytes()
+                    np.testing.assert_allclose(mine.logp, theirs.logp, atol=1e-5)
 
 
 def shapes(jaxpr):

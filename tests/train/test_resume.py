@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,7 @@ def ending(workdir):
         state=ocp.PyTreeCheckpointHandler(), host=ocp.JsonCheckpointHandler()
     )
     read = ocp.Checkpointer(handler).restore(newest, args=items)
-    host = {name: value for name, value in read.host.items() if name != "epoch"}
+    host = {name: value for name, value in read.host.items() if name not in ("epoch", "clock")}
     return {name: np.asarray(x) for name, x in read.state.items()}, host
 
 
@@ -96,15 +97,20 @@ def _records(path):
     return text.splitlines() if path.suffix == ".jsonl" else [text]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("k", range(1, STEPS))
-def test_case_34_run_8_equals_run_k_then_run_the_rest(k, unbroken, tmp_path, environment):
-    workdir = tmp_path / "run"
+def begun_again(unbroken, workdir, k):
+    """What a run leaves that was cut off with its newest checkpoint at step k."""
     shutil.copytree(unbroken, workdir)
     (workdir / "summary.json").unlink()
     for checkpoint in (workdir / "checkpoints").iterdir():
         if int(checkpoint.name) > k:
             shutil.rmtree(checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", range(1, STEPS))
+def test_case_34_run_8_equals_run_k_then_run_the_rest(k, unbroken, tmp_path, environment):
+    workdir = tmp_path / "run"
+    begun_again(unbroken, workdir, k)
     text = finish(workdir, environment)
     assert f"continuing at step {k}" in text
     assert_same_ending(workdir, unbroken)
@@ -114,6 +120,7 @@ def test_case_34_run_8_equals_run_k_then_run_the_rest(k, unbroken, tmp_path, env
 @pytest.mark.slow
 def test_killed_at_random_moments_it_continues(unbroken, tmp_path, environment):
     workdir, draw = tmp_path / "run", random.Random(0)
+    killed = 0
     for kill in range(4):
         run = start(workdir, environment)
         journal = workdir / "journal.jsonl"
@@ -126,7 +133,64 @@ def test_killed_at_random_moments_it_continues(unbroken, tmp_path, environment):
         time.sleep(draw.uniform(0, 0.5))
         run.send_signal(signal.SIGKILL)
         run.communicate()
+        killed += run.returncode == -signal.SIGKILL
+    assert killed >= 3  # the last one may have come to its end first
     finish(workdir, environment)
+    assert_same_ending(workdir, unbroken)
+
+
+@pytest.mark.slow
+def test_a_corrupt_newest_checkpoint_costs_a_step_and_is_counted(unbroken, tmp_path, environment):
+    workdir = tmp_path / "run"
+    begun_again(unbroken, workdir, 5)
+    files = [path for path in (workdir / "checkpoints/5/state").rglob("*") if path.is_file()]
+    path = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    text = finish(workdir, environment)
+    assert "checkpoints/5 is corrupt" in text and path.name in text
+    assert "continuing at step 4" in text
+    assert_same_ending(workdir, unbroken)
+    lines = [json.loads(line) for line in _records(workdir / "metrics.jsonl")]
+    assert [x["checkpoint/fallbacks"] for x in lines if "checkpoint/fallbacks" in x] == [1]
+
+
+LITTLE_ROOM = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))  # bytes that one file may have
+sys.argv = ["jaxrl.launch", *sys.argv[1:]]
+runpy.run_module("jaxrl.launch", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("k", "words"),
+    [
+        (
+            1,
+            r"CheckpointError: .*step 2 could not be written .*File too large.*step 1 is intact",
+        ),
+        (4, r"OSError: .*File too large"),  # the weights are published first
+    ],
+)
+def test_a_full_disk_is_said_in_the_last_line_and_costs_no_step(
+    k, words, unbroken, tmp_path, environment
+):
+    workdir = tmp_path / "run"
+    begun_again(unbroken, workdir, k)
+    full = subprocess.run(
+        [sys.executable, "-c", LITTLE_ROOM, *WORDS[2:], "--workdir", str(workdir)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert full.returncode == 1
+    assert re.search(words, full.stderr.strip().splitlines()[-1]), full.stderr[-2000:]
+    assert f"continuing at step {k}" in finish(workdir, environment)
     assert_same_ending(workdir, unbroken)
 
 

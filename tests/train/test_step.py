@@ -477,6 +477,7 @@ def test_at_most_one_compilation_a_bucket():
         state, _ = step(state, batch)
     assert used == {(4, 5), (4, 12)}
     assert step.trace_count == 2
+    assert step.jitted(state)._cache_size() == 2  # nor is a trace compiled again
     assert int(state.step) == 50
 
 

@@ -37,6 +37,7 @@ def test_the_oldest_weights_are_dropped(tmp_path):
     (tmp_path / "weights" / "v=1-10.tmp").mkdir()  # what a killed process left is no version
     workdir.drop_weights(2)
     assert workdir.published() == [(1, 2), (1, 9)]
+    assert not (tmp_path / "weights" / "v=1-10.tmp").exists()
 
 
 def test_a_restart_forgets_what_was_written_past_its_checkpoint(tmp_path):
@@ -62,7 +63,7 @@ def test_a_version_never_means_two_sets_of_weights(tmp_path):
     second.open(None)
     assert second.epoch == 2
     third = books(root)
-    third.open(Restored({}, {"epoch": 7, "consumed": {"groups": 5}}, 3, 0))
+    third.open(Restored({}, {"epoch": 7, "consumed": {"groups": 5}, "clock": {}}, 3, 0))
     assert third.epoch == 8 and third.consumed == {"groups": 5}
 
 
