@@ -76,7 +76,7 @@ def get_config(variant: str = "") -> ConfigDict:
     pool.record = True  # keep the rollouts on disk
     pool.tokenizer = "sentencepiece"  # trained on the task's text
     pool.tokenizer_vocab_size = 64
-    pool.watchdog_s = 600.0  # seconds without a finished group before the run ends with an error
+    pool.watchdog_s = 600.0  # seconds that one call (generate, verify, load) may last
 
     config.sampler = sampler = ConfigDict()
     sampler.temperature = 1.0  # > 0; greedy is refused for training

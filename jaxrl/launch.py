@@ -22,14 +22,12 @@ def main(argv: list[str]) -> None:
     if not _DEBUG.value:
         logging.set_verbosity(logging.WARNING)  # the checkpoint library tells of every file
 
-    # Only now, when the flags are understood: these start jax.
-    from jaxrl.pool.contract import PoolError
+    # Only now, when the flags are understood: this starts jax.
     from jaxrl.train import rounds
-    from jaxrl.train.checkpoint import CheckpointError
 
     try:
         rounds.run(_CONFIG.value, str(_WORKDIR.value))
-    except (ValueError, TypeError, ImportError, OSError, PoolError, CheckpointError) as error:
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
         if _DEBUG.value:
             raise
         sys.exit(f"jaxrl.launch: {type(error).__name__}: {error}")

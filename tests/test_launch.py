@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import pytest
+from etils import epath
 
-from jaxrl.train import rounds, settings
+from jaxrl.train import loop, rounds, settings
+from jaxrl.train.workdir import Workdir
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +27,7 @@ def tiny(**changes: Any) -> Any:
 
 
 REFUSED = {
+    "an axis without use": ({"mesh.context": 2}, "mesh.context=2; allowed: 1"),
     "unknown algorithm": ({"algorithm.name": "grpoo"}, "algorithm.name='grpoo'.*allowed:.*grpo"),
     "bad beta": ({"algorithm.beta": 0.0}, r"algorithm\.beta=0.0; allowed: 0 < beta"),
     "greedy training": ({"sampler.temperature": 0.0}, "sampler.temperature=0.0; allowed: > 0"),
@@ -159,3 +162,20 @@ def test_case_36_a_pool_that_does_not_answer_ends_the_process(tmp_path):
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("jaxrl.launch: PoolError: ") and "pool.watchdog_s" in last
     assert (tmp_path / "run" / "checkpoints" / "2").exists()  # what was trained before is kept
+
+
+def test_case_33_narrow_masters_at_a_low_rate_are_warned_of(tmp_path):
+    config = tiny()
+    config.model.param_dtype = "bfloat16"
+    config.optimizer.learning_rate = 1e-6
+    phases = settings.phases(config)
+    parts = rounds.assemble(phases[0], epath.Path(tmp_path))
+    with pytest.warns(UserWarning, match="learning_rate=1e-06 is below half a unit"):
+        loop.prepare(parts, phases[-1])
+
+
+def test_a_workdir_has_one_process(tmp_path):
+    with Workdir(epath.Path(tmp_path)).locked():
+        with pytest.raises(RuntimeError, match="another process is running in"):
+            rounds.run(tiny(), str(tmp_path))
+    assert not (tmp_path / "config.json").exists()

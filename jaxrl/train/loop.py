@@ -6,7 +6,9 @@ Read ``train`` from top to bottom to follow a batch from the pool to the update.
 import dataclasses
 import hashlib
 import json
+import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -286,6 +288,14 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
         rollouts_per_group=phase.pool.rollouts_per_group,
     )
     step.plan(phase.train.groups * phase.pool.rollouts_per_group)
+    half_ulp = 2.0**-9 / math.sqrt(phase.model.width)  # of a weight of typical size, in bfloat16
+    if phase.model.param_dtype == "bfloat16" and phase.optimizer.learning_rate < half_ulp:
+        warnings.warn(
+            f"optimizer.learning_rate={phase.optimizer.learning_rate} is below half a unit in the "
+            f"last place ({half_ulp:.1e}) of most weights in model.param_dtype='bfloat16': they "
+            "will not move; keep float32 masters",
+            stacklevel=2,
+        )
     return algorithm, step
 
 

@@ -36,7 +36,7 @@ PANELS: Mapping[str, str] = {
     "response length (tokens)": r"response/length_(mean|max)",
     "truncated responses (share)": r"response/truncated_frac",
     "entropy (nats)": r".*entropy_mean",
-    "distance from the reference (nats)": r"loss/(anchor_kl|kl).*_mean",
+    "distance from the reference (nats)": r"loss/((anchor_|reference_)?kl)_mean",
     "GVPO residual": r"loss/residual_mean",
     "clipped tokens (share)": r"loss/(dual_)?clipped_mean",
     "gradient norm": r"optim/grad_norm",

@@ -128,7 +128,7 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
     if phase.pool.kind == "recorded":
         path = epath.Path(phase.pool.path) if phase.pool.path else folder / "demonstrations"
         if not phase.pool.path:  # written anew at each start: the same records, whatever lay there
-            recorded.demonstrate(
+            counts = recorded.demonstrate(
                 parts.source,
                 parts.tokenizer,
                 path,
@@ -136,6 +136,8 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
                 limit=phase.pool.demonstrations or None,
                 max_tokens=max(phase.train.token_buckets),
             )
+            stated = ", ".join(f"{name} {count}" for name, count in counts.items())
+            books.progress.note(f"demonstrations: {stated}")
         return RecordedPool(
             path,
             seed=phase.seed,
@@ -181,13 +183,19 @@ def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
     phases = settings.phases(config)
     root = epath.Path(workdir)
     root.mkdir(parents=True, exist_ok=True)
+    with Workdir(root).locked():
+        return _run(phases, root, config.to_dict())
+
+
+def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Check everything, open the books, run the schedule."""
     parts = assemble(phases[0], root)
     for phase in phases:
         loop.prepare(parts, phase)
         form(phase, parts)
     checkpoints = Checkpoints(root / "checkpoints", keep=phases[-1].checkpoint.keep)
     restored = resume(phases, parts, checkpoints)
-    report.write_start(root, config.to_dict())
+    report.write_start(root, config)
     books = Books(
         workdir=Workdir(root),
         checkpoints=checkpoints,

@@ -215,6 +215,12 @@ def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
         raise ValueError(
             f"scorers={sections['scorers']!r}; allowed: none for the algorithms that exist"
         )
+    for axis in ("expert", "context"):
+        if sections["mesh"][axis] != 1:
+            raise ValueError(
+                f"mesh.{axis}={sections['mesh'][axis]!r}; allowed: 1 (a dense model on whole rows "
+                "has nothing to split there)"
+            )
     return Phase(
         name=name,
         first_step=first_step,

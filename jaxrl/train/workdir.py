@@ -4,12 +4,15 @@ Everything goes through ``etils.epath``, so a workdir may be a folder or a bucke
 whole or not at all.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 
 from jaxrl.pool.contract import Group, Manifest
@@ -34,6 +37,22 @@ class Workdir:
     def pool(self) -> epath.Path:
         """Records of this run, unless the config names a local disk for them."""
         return self.root / "pool"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of a local workdir; RuntimeError if one is in it.
+
+        A bucket has no locks: there, nothing is kept out. The lock ends with the process.
+        """
+        if "://" in str(self.root) or jax.process_index() != 0:
+            yield
+            return
+        with (self.root / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RuntimeError(f"another process is running in {self.root}") from error
+            yield
 
     def weights(self, epoch: int, step: int) -> epath.Path:
         """The directory of one published version."""
