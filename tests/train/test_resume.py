@@ -175,7 +175,7 @@ runpy.run_module("jaxrl.launch", run_name="__main__")
         (4, r"OSError: .*File too large"),  # the weights are published first
     ],
 )
-def test_a_full_disk_is_said_in_the_last_line_and_costs_no_step(
+def test_a_full_disk_is_said_in_one_line_and_costs_no_step(
     k, words, unbroken, tmp_path, environment
 ):
     workdir = tmp_path / "run"
@@ -189,7 +189,8 @@ def test_a_full_disk_is_said_in_the_last_line_and_costs_no_step(
         timeout=300,
     )
     assert full.returncode == 1
-    assert re.search(words, full.stderr.strip().splitlines()[-1]), full.stderr[-2000:]
+    # Not the last line: the checkpoint library's threads may still be saying theirs.
+    assert re.search("jaxrl.launch: " + words, full.stderr), full.stderr[-2000:]
     assert f"continuing at step {k}" in finish(workdir, environment)
     assert_same_ending(workdir, unbroken)
 
