@@ -4,7 +4,8 @@ A short supervised warm start on few right answers, until it is right now and th
 its own rollouts on all questions of the train split.
 
 python -m jaxrl.launch --config configs/quickstart.py --workdir /tmp/quickstart
-Takes: unmeasured.   Reaches: unmeasured (held-out avg@4, commit, date).
+Takes: 3 min on two cores.   Reaches: held-out avg@4 61.8 % from 32.2 % (3 seeds, commit 2d97279,
+2026-11-29; the README has the table).
 
 Variants for comparison, after the same warm start and for about the same wall clock: ``:grpo``;
 ``:sft``, which goes on with the same demonstrations.

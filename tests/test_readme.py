@@ -72,3 +72,6 @@ def test_the_main_job_runs_as_tiny(tmp_path):
     assert summary["steps"] >= 2
     assert {"before", "after"} <= set(summary["held_out"])
     assert list((tmp_path / "plots").glob("*.png"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    measured = [line["step"] for line in lines if "eval/greedy" in line]
+    assert measured == [2, summary["steps"]]  # before and after reinforcement

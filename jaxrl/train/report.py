@@ -37,7 +37,7 @@ PANELS: Mapping[str, str] = {
     "truncated responses (share)": r"response/truncated_frac",
     "entropy (nats)": r".*entropy_mean",
     "distance from the reference (nats)": r"loss/((anchor_|reference_)?kl)_mean",
-    "GVPO residual": r"loss/residual_mean",
+    "GVPO residual": r"loss/residual_max",
     "clipped tokens (share)": r"loss/(dual_)?clipped_mean",
     "gradient norm": r"optim/grad_norm",
     "loss": r"loss/total",

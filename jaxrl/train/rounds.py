@@ -247,6 +247,7 @@ def _schedule(
         compilations={**books.compilations, **parts.sampler.compilations},
         seed=phases[-1].seed,
     )
+    books.logger.flush()  # the picture is drawn from what is on disk
     return report.finish(books.workdir.root, outcome, {p.name: p.first_step for p in phases})
 
 

@@ -28,7 +28,7 @@ def workdir(tmp_path):
         logger.scalars(step, {"reward/mean": step / 120, "optim/grad_norm": 1 / (1 + step)})
         logger.scalars(step, {"response/length_mean": 4.0, "response/length_max": 8})
         if step >= 60:
-            logger.scalars(step, {"loss/residual_mean": 0.1, "unknown/thing": 1.0})
+            logger.scalars(step, {"loss/residual_max": 0.1, "unknown/thing": 1.0})
     for step in (0, 60, 120):
         logger.scalars(step, {"eval/avg_at_4": step / 200, "eval/greedy": step / 150})
     logger.close()
