@@ -88,9 +88,9 @@ def assemble(phase: Phase, root: epath.Path) -> Parts:
     return Parts(devices, student, sampler, source, tokenizer)
 
 
-def begin(phase: Phase, parts: Parts, params: dict[str, jax.Array]) -> TrainState:
-    """The state at a phase's start: these weights, new moments, a new reference if one is read."""
-    state = create(
+def fresh(phase: Phase, params: dict[str, jax.Array]) -> TrainState:
+    """A phase's first state: these weights, new moments, a new reference if one is read."""
+    return create(
         params,
         optimizer.build(phase.optimizer),
         freeze=phase.optimizer.freeze,
@@ -98,22 +98,16 @@ def begin(phase: Phase, parts: Parts, params: dict[str, jax.Array]) -> TrainStat
         key=jax.random.fold_in(jax.random.key(phase.seed), phase.first_step),
         step=phase.first_step,
     )
-    return place(state, parts.policy, parts.mesh)
+
+
+def begin(phase: Phase, parts: Parts, params: dict[str, jax.Array]) -> TrainState:
+    """The first state, where the step wants it."""
+    return place(fresh(phase, params), parts.policy, parts.mesh)
 
 
 def form(phase: Phase, parts: Parts) -> TrainState:
     """What ``begin`` would make, as shapes, dtypes and shardings."""
-    state = jax.eval_shape(
-        lambda params: create(
-            params,
-            optimizer.build(phase.optimizer),
-            freeze=phase.optimizer.freeze,
-            roles=roles_of(algorithms.load(**phase.algorithm)),
-            key=jax.random.key(phase.seed),
-            step=phase.first_step,
-        ),
-        parts.policy.shapes,
-    )
+    state = jax.eval_shape(lambda params: fresh(phase, params), parts.policy.shapes)
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         state,
