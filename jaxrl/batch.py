@@ -80,6 +80,17 @@ class Batch:
         """Tokens that are trained on: sampled by the policy, in a valid rollout."""
         return (self.kind == ACTION) & self.valid[self.rollout][:, None]
 
+    def held(self, view: str) -> Bool[Array, "row token"]:
+        """Tokens that have a place, and something before it, in a view; "plain" holds all.
+
+        Raises ValueError naming the views that there are.
+        """
+        if view == "plain":
+            return self.segment > 0
+        if view not in self.views:
+            raise ValueError(f"view {view!r} is not in the batch; it holds: {sorted(self.views)}")
+        return self.views[view].index > 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,21 @@ names under ``start/`` as they were at the start of the take: an anchor that mus
 the start of the take.
 
 ``logits`` maps a scorer to its logits at the same positions, already divided by the sampling
-temperature: ``"student"`` for ("student", "plain"), else ``"who/view"``.
+temperature: ``"student"`` for ("student", "plain"), else ``"who/view"``. Who scores: ``student``;
+``reference``, a frozen copy of the phase's first student; ``self``, the student's moving average;
+``teacher``, another model; ``value``, one output a position, not divided by the temperature: the
+value of the state before the token; ``novelty``, one output, the same at all tokens of a rollout. A
+view is a template of ``config.scorers.views``, or ``plain``: the rollout as it was; where
+``batch.held(view)`` is false the logits are finite and mean nothing.
+
+Other roles that learn from the same take are ``lessons``: each has its own scorers, credit and
+loss, and trains after the student; what it changes is seen by nobody before the next take.
 """
 
 import dataclasses
 import importlib
 import pkgutil
+import typing
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +41,30 @@ from jaxrl.batch import Batch, Credit
 Logits = Mapping[str, Float[Array, "position vocab"]]
 Reading = Mapping[str, Array]
 Diagnostics = Mapping[str, Array]
+
+
+@runtime_checkable
+class Lesson(Protocol):
+    """How a role beside the student learns from a take; see ``Algorithm`` for the verbs."""
+
+    @property
+    def scorers(self) -> tuple[tuple[str, str], ...]:
+        """(who, view) that `read` sees; the role that learns first."""
+        ...
+
+    def credit(self, batch: Batch, observed: Reading) -> Credit:
+        """Advantage and weight of each token; no gradient."""
+        ...
+
+    def read(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
+        """What the loss needs of each taken token, [position] each; differentiated."""
+        ...
+
+    def loss(
+        self, reading: Reading, batch: Batch, observed: Reading, credit: Credit
+    ) -> tuple[Float[Array, "row token"], Diagnostics]:
+        """Loss of each token under the credit's weight; its gradient moves this role alone."""
+        ...
 
 
 @runtime_checkable  # so that the tests' type hook can look at it
@@ -56,6 +89,11 @@ class Algorithm(Protocol):
     @property
     def coupled(self) -> bool:
         """The loss mixes rollouts of a group: a micro-batch must hold whole groups."""
+        ...
+
+    @property
+    def lessons(self) -> tuple[tuple[str, Lesson], ...]:
+        """Other roles that are trained on the same take, in order; () for none."""
         ...
 
     @property
@@ -99,17 +137,35 @@ def names() -> list[str]:
 def load(name: str, **parameters: Any) -> Algorithm:
     """Build ``jaxrl/algorithms/<name>.py``'s ``Algorithm``.
 
-    Raises ValueError naming the algorithms that exist if there is no such file; TypeError naming
+    A mapping given for a field that is a dataclass becomes that dataclass. Raises ValueError naming the algorithms that exist if there is no such file; TypeError naming
     the field if a parameter is missing or unknown.
     """
     if name not in names():
         raise ValueError(f"algorithm.name={name!r} is unknown; allowed: {', '.join(names())}")
     kind = importlib.import_module(f"jaxrl.algorithms.{name}").Algorithm
+    return _build(f"algorithm {name!r}", kind, parameters)
+
+
+def _build(what: str, kind: Any, parameters: Mapping[str, Any]) -> Any:
     fields = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(parameters) - set(fields))
     missing = sorted(set(fields) - set(parameters))
     if unknown or missing:
-        raise TypeError(
-            f"algorithm {name!r} takes {fields}; unknown: {unknown}; missing: {missing}"
-        )
-    return kind(**parameters)
+        raise TypeError(f"{what} takes {fields}; unknown: {unknown}; missing: {missing}")
+    types = typing.get_type_hints(kind)
+    return kind(
+        **{
+            field: _build(f"{what}.{field}", types[field], value)
+            if isinstance(value, Mapping) and dataclasses.is_dataclass(types[field])
+            else value
+            for field, value in parameters.items()
+        }
+    )
+
+
+def everyone(algorithm: Algorithm) -> tuple[tuple[str, str], ...]:
+    """Every (who, view) that a method reads anywhere: its own and its lessons'."""
+    pairs = [*algorithm.scorers, *algorithm.observers]
+    for who, lesson in algorithm.lessons:
+        pairs += [(who, "plain"), *lesson.scorers]
+    return tuple(dict.fromkeys(pairs))

@@ -43,6 +43,7 @@ class Algorithm:
     scorers = (("student", "plain"),)
     refresh = "take"
     coupled = False
+    lessons = ()
     needs = ()
 
     def __post_init__(self) -> None:

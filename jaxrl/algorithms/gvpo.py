@@ -52,6 +52,7 @@ class Algorithm:
     keep_truncated: bool  # false: truncated rollouts count as invalid
 
     scorers = (STUDENT,)
+    lessons = ()
     needs = ()
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class Algorithm:
     scorers = (("student", "plain"),)
     refresh = "take"
     coupled = False
+    lessons = ()
     needs = ()
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class Algorithm:
     observers = ()
     refresh = "take"
     coupled = False
+    lessons = ()
     needs = ()
 
     def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:

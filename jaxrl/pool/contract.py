@@ -14,6 +14,11 @@ from jaxrl.pool.rollout import Rollout, StopReason, Version
 Keep = Callable[[np.ndarray, Mapping[str, Any]], bool]
 
 
+# annotate(rollouts of a group) -> more facts for each, from something that only the trainer has
+# (another model's log-probs)
+Annotate = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
+
+
 class PoolError(RuntimeError):
     """The pool cannot go on; the message holds the root cause."""
 
@@ -151,6 +156,16 @@ class Mark(Protocol):
         """Parts of the score, by name."""
         ...
 
+    @property
+    def feedback(self) -> str:
+        """What the environment answers, "" for nothing."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Whatever else was observed, by name."""
+        ...
+
 
 class Questions(Protocol):
     """A task source as a pool sees it (jaxrl.tasks.contract.TaskSource)."""
@@ -161,6 +176,19 @@ class Questions(Protocol):
 
     def verify(self, task: Any, response: str) -> Mark:
         """Score a response's text. What it raises is a fault of the data."""
+        ...
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a group's responses are judged together, by ``verify_group``."""
+        ...
+
+    def prompts(self, task: Any, samples: int) -> Sequence[str]:
+        """The prompt of each sample of a group."""
+        ...
+
+    def verify_group(self, task: Any, responses: Sequence[str]) -> Sequence[Mark]:
+        """Score a group's responses together. What it raises is a fault of the data."""
         ...
 
 

@@ -7,7 +7,6 @@ failed becomes a reward of 0.
 """
 
 import dataclasses
-import math
 import os
 import pathlib
 import time
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.pool.contract import (
+    Annotate,
     Completion,
     Generator,
     Group,
@@ -32,11 +32,12 @@ from jaxrl.pool.contract import (
 )
 from jaxrl.pool.cursor import Cursor
 from jaxrl.pool.deadline import within
+from jaxrl.pool.judging import Outcome, judge
 from jaxrl.pool.rollout import (
     ACTION,
+    FEEDBACK,
     NOT_SAMPLED,
     PROMPT,
-    Failure,
     Rollout,
     StopReason,
     Version,
@@ -63,6 +64,7 @@ COUNTS = (
     "quarantined",  # draws of tasks whose verifier keeps failing
     "short",  # groups asked for and not delivered
     "sampled_tokens",  # of all completions, refused ones included
+    "feedback_cut",  # rollouts whose feedback was longer than the limit
 )
 
 
@@ -73,7 +75,7 @@ class _Drawn:
 
     number: int
     task: Question
-    prompt: list[int]
+    prompts: list[list[int]]  # of each sample
 
 
 class LocalPool:
@@ -94,6 +96,10 @@ class LocalPool:
     score leaves the rollout without a reward (failure "data"); after two such groups its task is
     drawn no more. With ``record_dir``, all rollouts of a take, refused ones included, are written
     to ``record_dir/step-<step>.rollouts``.
+
+    A source that is ``grouped`` gives each sample its own prompt and judges a whole group at once.
+    Of a verdict's feedback the first ``max_feedback_tokens`` follow the response, as tokens that
+    nobody sampled; what is cut is counted. ``annotate`` adds facts to groups that are handed over.
     """
 
     def __init__(
@@ -110,7 +116,9 @@ class LocalPool:
         max_prompt_tokens: int,
         watchdog_s: float,
         max_refills: int,
+        max_feedback_tokens: int = 0,
         keep: Keep | None = None,
+        annotate: Annotate | None = None,
         reward: Literal["exact", "score"] = "exact",
         record_dir: str | os.PathLike[str] | None = None,
         epochs: int = 0,
@@ -127,6 +135,7 @@ class LocalPool:
             "max_new_tokens": (max_new_tokens, 1),
             "max_prompt_tokens": (max_prompt_tokens, 1),
             "max_refills": (max_refills, 0),
+            "max_feedback_tokens": (max_feedback_tokens, 0),
             "epochs": (epochs, 0),
         }
         for name, (value, low) in least.items():
@@ -146,7 +155,9 @@ class LocalPool:
         self._max_prompt_tokens = max_prompt_tokens
         self._watchdog_s = watchdog_s
         self._max_refills = max_refills
+        self._max_feedback_tokens = max_feedback_tokens
         self._keep = keep
+        self._annotate = annotate
         self._reward = reward
         self._record_dir = None if record_dir is None else pathlib.Path(record_dir)
         self._end = min(epochs * len(self._tasks), MAX_GROUPS) if epochs else MAX_GROUPS
@@ -254,10 +265,10 @@ class LocalPool:
             number = self._cursor.position
             self._cursor.position += 1
             task = self._task(number)
-            prompt = self._tokenizer.encode(task.prompt)
-            refusal = self._refusal(task, prompt)
+            prompts = self._prompts(task)
+            refusal = self._refusal(task, prompts)
             if refusal is None:
-                drawn.append(_Drawn(number, task, prompt))
+                drawn.append(_Drawn(number, task, prompts))
                 passed = 0
                 continue
             counts[refusal] += 1
@@ -269,12 +280,20 @@ class LocalPool:
                 )
         return drawn
 
-    def _refusal(self, task: Question, prompt: Sequence[int]) -> str | None:
+    def _prompts(self, task: Question) -> list[list[int]]:
+        """The ids of each sample's prompt; each text is encoded once."""
+        samples = self._rollouts_per_group
+        texts = self._source.prompts(task, samples) if self._source.grouped else [task.prompt]
+        ids = {text: self._tokenizer.encode(text) for text in texts}
+        return [ids[texts[sample % len(texts)]] for sample in range(samples)]
+
+    def _refusal(self, task: Question, prompts: Sequence[Sequence[int]]) -> str | None:
         if len(self._failures.get(task.content_hash, ())) >= QUARANTINE_AFTER:
             return "quarantined"
-        if not prompt:
+        lengths = [len(prompt) for prompt in prompts]
+        if not min(lengths):
             return "rejected_empty"
-        return "rejected_long" if len(prompt) > self._max_prompt_tokens else None
+        return "rejected_long" if max(lengths) > self._max_prompt_tokens else None
 
     # -- attempts
 
@@ -288,7 +307,7 @@ class LocalPool:
         )
         requests = [
             Request(
-                prompt=item.prompt,
+                prompt=item.prompts[sample],
                 group=item.number,
                 sample=sample,
                 temperature=self._temperature,
@@ -308,44 +327,78 @@ class LocalPool:
                 f"for {len(requests)} requests {where}"
             )
         times = {"dispatched": began, "sampled": time.time()}
-        pairs = list(zip(requests, completions, strict=True))
-        by_number = {item.number: item for item in drawn}
+        answered: dict[int, list[tuple[Request, Completion]]] = {item.number: [] for item in drawn}
+        for request, completion in zip(requests, completions, strict=True):
+            if self._readable(request, completion, counts):
+                answered[request.group].append((request, completion))
 
         def verified() -> dict[int, list[Rollout]]:
-            rollouts: dict[int, list[Rollout]] = {item.number: [] for item in drawn}
-            for request, completion in pairs:
-                rollout = self._rollout(
-                    by_number[request.group], request, completion, counts, times
-                )
-                if rollout is not None:
-                    rollouts[request.group].append(rollout)
-            return rollouts
+            return {
+                item.number: self._verified(item, answered[item.number], counts, times)
+                for item in drawn
+            }
 
         return within(self._watchdog_s, verified, f"verification {where}")
 
-    def _rollout(
-        self,
-        drawn: _Drawn,
-        request: Request,
-        completion: Completion,
-        counts: Counter[str],
-        times: Mapping[str, float],
-    ) -> Rollout | None:
-        """One verified attempt; None, and counted, if ids and log-probs do not belong together."""
+    def _readable(self, request: Request, completion: Completion, counts: Counter[str]) -> bool:
+        """Whether ids and log-probs belong together; counted if not."""
         if completion.version != self._version:
             raise PoolError(
                 f"group {request.group} was sampled by {completion.version}, "
                 f"published is {self._version}"
             )
-        tokens, logp = np.asarray(completion.tokens), np.asarray(completion.logp)
-        if tokens.shape != logp.shape or not tokens.size:
+        tokens = np.asarray(completion.tokens)
+        if tokens.shape != np.shape(completion.logp) or not tokens.size:
             counts["rejected_ragged"] += 1
-            return None
+            return False
         _check_end(tokens, completion.stop_reason, request)
         counts["sampled_tokens"] += len(tokens)
-        text = self._tokenizer.decode(tokens.tolist())
-        outcome = self._judge(drawn, text, counts)
-        prompt, new = len(drawn.prompt), len(tokens)
+        return True
+
+    def _verified(
+        self,
+        drawn: _Drawn,
+        answered: Sequence[tuple[Request, Completion]],
+        counts: Counter[str],
+        times: Mapping[str, float],
+    ) -> list[Rollout]:
+        """A group's rollouts with their outcomes. One that is not whole is not judged together."""
+        if self._source.grouped and len(answered) < self._rollouts_per_group:
+            return []
+        texts = [self._tokenizer.decode(np.asarray(c.tokens).tolist()) for _, c in answered]
+        outcomes = judge(self._source, drawn.task, texts, self._reward)
+        failed = sum(outcome.reward is None for outcome in outcomes)
+        if failed:
+            counts["failed"] += failed
+            groups = self._failures.setdefault(drawn.task.content_hash, [])
+            if drawn.number not in groups:
+                groups.append(drawn.number)
+        return [
+            self._rollout(drawn, pair, text, outcome, counts, times)
+            for pair, text, outcome in zip(answered, texts, outcomes, strict=True)
+        ]
+
+    def _rollout(
+        self,
+        drawn: _Drawn,
+        answered: tuple[Request, Completion],
+        text: str,
+        outcome: Outcome,
+        counts: Counter[str],
+        times: Mapping[str, float],
+    ) -> Rollout:
+        """One attempt: the prompt, the response, then what the environment answered."""
+        request, completion = answered
+        reply = self._tokenizer.encode(outcome.feedback) if outcome.feedback else []
+        counts["feedback_cut"] += 0 < self._max_feedback_tokens < len(reply)
+        reply = reply[: self._max_feedback_tokens]
+        sizes = [len(request.prompt), len(completion.tokens), len(reply)]
+
+        def column(values: Sequence[float], dtype: Any) -> np.ndarray:
+            return np.repeat(np.array(values), sizes).astype(dtype)
+
+        logp = column([0, 0, 0], np.float32)
+        logp[sizes[0] : sizes[0] + sizes[1]] = completion.logp
         rollout = Rollout(
             run_id=self._run_id,
             group_id=request.group,
@@ -355,51 +408,27 @@ class LocalPool:
             content_hash=drawn.task.content_hash,
             split=drawn.task.split,
             source=drawn.task.source,
-            tokens=np.array([*drawn.prompt, *tokens], np.uint32),
-            kind=np.array([PROMPT] * prompt + [ACTION] * new, np.uint8),
-            step=np.array([-1] * prompt + [0] * new, np.int32),
-            logp=np.concatenate([np.zeros(prompt), logp]).astype(np.float32),
-            version_index=np.array([NOT_SAMPLED] * prompt + [0] * new, np.uint16),
-            temperature=np.array([1.0] * prompt + [request.temperature] * new, np.float32),
+            tokens=np.array([*request.prompt, *completion.tokens, *reply], np.uint32),
+            kind=column([PROMPT, ACTION, FEEDBACK], np.uint8),
+            step=column([-1, 0, 0], np.int32),
+            logp=logp,
+            version_index=column([NOT_SAMPLED, 0, NOT_SAMPLED], np.uint16),
+            temperature=column([1, request.temperature, 1], np.float32),
             versions=(completion.version,),
+            reward=outcome.reward,
+            reward_components=outcome.reward_components,
+            correct=outcome.correct,
             stop_reason=completion.stop_reason,
+            failure=outcome.failure,
             text=text,
+            facts=outcome.facts,
             times={**times, "verified": time.time()},
-            **outcome,
         )
         try:
             rollout.check()
         except ValueError as error:
             raise PoolError(f"group {request.group} sample {request.sample}: {error}") from error
         return rollout
-
-    def _judge(self, drawn: _Drawn, text: str, counts: Counter[str]) -> dict[str, Any]:
-        """Reward and its surroundings; no reward, and a failure of the data, if the verifier has
-        none."""
-        try:
-            mark = self._source.verify(drawn.task, text)
-            problem = None if math.isfinite(mark.score) else f"the verifier's score is {mark.score}"
-        except Exception as error:  # whatever a verifier raises, the policy is not to blame
-            mark, problem = None, f"{type(error).__name__}: {error}"
-        if mark is None or problem is not None:
-            counts["failed"] += 1
-            groups = self._failures.setdefault(drawn.task.content_hash, [])
-            if drawn.number not in groups:
-                groups.append(drawn.number)
-            return {
-                "reward": None,
-                "reward_components": {},
-                "correct": False,
-                "failure": Failure.DATA,
-                "facts": {"error": problem},
-            }
-        return {
-            "reward": float(mark.correct) if self._reward == "exact" else float(mark.score),
-            "reward_components": dict(mark.components),
-            "correct": bool(mark.correct),
-            "failure": Failure.NONE,
-            "facts": {},
-        }
 
     def _usable(
         self, rollouts: Mapping[int, Sequence[Rollout]], counts: Counter[str]
@@ -413,10 +442,18 @@ class LocalPool:
             elif self._keep is not None and not self._keep(*judged(members)):
                 counts["filtered"] += 1
             else:
-                groups.append(
-                    Group(id=number, content_hash=digest_of(members), rollouts=tuple(members))
-                )
+                members = tuple(self._annotated(members))
+                groups.append(Group(id=number, content_hash=digest_of(members), rollouts=members))
         return groups
+
+    def _annotated(self, members: Sequence[Rollout]) -> Sequence[Rollout]:
+        if self._annotate is None:
+            return members
+        added = self._annotate(members)
+        return [
+            dataclasses.replace(member, facts={**member.facts, **facts})
+            for member, facts in zip(members, added, strict=True)
+        ]
 
     # -- surroundings
 

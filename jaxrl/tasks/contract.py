@@ -24,15 +24,24 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """``score`` as the verifier gives it; ``correct`` is score >= 1, which is what accuracy
-    counts."""
+    counts. ``feedback`` is what the environment answers, "" for nothing: it follows the response in
+    the rollout. ``facts`` are numbers, text or arrays that a method may ask for.
+    """
 
     score: float
     correct: bool
     components: Mapping[str, float]
+    feedback: str = ""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class TaskSource(Protocol):
     """Prompts with their verifier."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the responses of a group are judged together (tournaments, outcome matrices)."""
+        ...
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Distinct questions of a split, always in the same order."""
@@ -40,6 +49,14 @@ class TaskSource(Protocol):
 
     def verify(self, task: Task, response: str) -> Verdict:
         """Score a response's text. What it raises is a fault of the data, never of the policy."""
+        ...
+
+    def prompts(self, task: Task, samples: int) -> Sequence[str]:
+        """The prompt of each sample of a group: the task's, or one for each role."""
+        ...
+
+    def verify_group(self, task: Task, responses: Sequence[str]) -> Sequence[Verdict]:
+        """Score the responses of a group together, in their order; asked if ``grouped``."""
         ...
 
 

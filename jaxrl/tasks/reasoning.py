@@ -10,7 +10,7 @@ The package builds ``pycosat`` from source: it needs a C compiler and Python's h
 import difflib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.tasks.contract import Split, Task, Verdict, content_hash, split_of
@@ -50,6 +50,8 @@ class Source:
     ValueError for an unknown family (with close names), a parameter that the family does not have
     or refuses, and a family with fewer questions than asked for (with the number found).
     """
+
+    grouped = False
 
     def __init__(
         self,
@@ -186,3 +188,11 @@ class Source:
                 raise
             return Verdict(score=0.0, correct=False, components={"score": 0.0, "unparsed": 1.0})
         return Verdict(score=score, correct=score >= 1, components={"score": score})
+
+    def prompts(self, task: Task, samples: int) -> list[str]:
+        """The task's prompt, for every sample."""
+        return [task.prompt] * samples
+
+    def verify_group(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """Each response on its own."""
+        return [self.verify(task, response) for response in responses]

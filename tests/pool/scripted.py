@@ -34,6 +34,8 @@ class Letters:
 class Sums:
     """Questions 0+1=, 1+1=, ...; a right response is the sum."""
 
+    grouped = False
+
     def __init__(self, count: int) -> None:
         self._tasks = [self._task(n) for n in range(count)]
 
@@ -47,6 +49,12 @@ class Sums:
     def verify(self, task: Task, response: str) -> Verdict:
         score = float(response == task.answer)
         return Verdict(score, score >= 1, {"score": score})
+
+    def prompts(self, task: Task, samples: int) -> Sequence[str]:
+        return [task.prompt] * samples
+
+    def verify_group(self, task: Task, responses: Sequence[str]) -> Sequence[Verdict]:
+        return [self.verify(task, response) for response in responses]
 
 
 class Scripted:

@@ -1,0 +1,67 @@
+"""Responses -> outcomes: what a task source says of a group's texts, and whose fault it is if it
+cannot."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxrl.pool.contract import Mark, Question, Questions
+from jaxrl.pool.rollout import Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a rollout carries of a verdict. No reward, and a failure of the data, without one."""
+
+    reward: float | None
+    reward_components: Mapping[str, float]
+    correct: bool
+    failure: Failure
+    facts: Mapping[str, Any]
+    feedback: str
+
+
+def judge(
+    source: Questions, task: Question, texts: Sequence[str], reward: Literal["exact", "score"]
+) -> list[Outcome]:
+    """One outcome for each text, in order.
+
+    A grouped source is asked once, and what it raises is a fault of the whole group; others are
+    asked for each text. A score that is not finite gives no reward, and no failure becomes a
+    reward of 0.
+    """
+    # A right answer is recorded with the facts: privileged contexts may show it to a teacher.
+    known = {"solution": task.answer} if task.answer else {}
+    if not source.grouped:
+        return [_outcome(_asked(source, task, text), reward, known) for text in texts]
+    try:
+        marks: Sequence[Mark | str] = source.verify_group(task, texts)
+        if len(marks) != len(texts):
+            raise ValueError(f"{len(marks)} verdicts for {len(texts)} responses")
+    except Exception as error:  # whatever a verifier raises, the policy is not to blame
+        marks = [f"{type(error).__name__}: {error}"] * len(texts)
+    return [_outcome(mark, reward, known) for mark in marks]
+
+
+def _asked(source: Questions, task: Question, text: str) -> Mark | str:
+    try:
+        return source.verify(task, text)
+    except Exception as error:  # whatever a verifier raises, the policy is not to blame
+        return f"{type(error).__name__}: {error}"
+
+
+def _outcome(mark: Mark | str, reward: str, known: Mapping[str, Any]) -> Outcome:
+    """A verdict, or the text of an error, as an outcome."""
+    if not isinstance(mark, str) and not math.isfinite(mark.score):
+        mark = f"the verifier's score is {mark.score}"
+    if isinstance(mark, str):
+        return Outcome(None, {}, False, Failure.DATA, {**known, "error": mark}, "")
+    return Outcome(
+        reward=float(mark.correct) if reward == "exact" else float(mark.score),
+        reward_components=dict(mark.components),
+        correct=bool(mark.correct),
+        failure=Failure.NONE,
+        facts={**known, **mark.facts},
+        feedback=mark.feedback,
+    )
