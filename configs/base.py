@@ -9,6 +9,17 @@ from ml_collections import ConfigDict
 
 VARIANTS = ("", "tiny")
 
+# The house's values of kernels/trust.py's Trust: what a method of PPO's kind does about a policy
+# that moved from the take's start, and a sampler that is not quite the policy.
+TRUST = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "dual_clip": 3.0,  # bound on the ratio where the advantage is negative; inf: none
+    "mismatch": "truncate",  # none | truncate | band | rollout_truncate | rollout_band
+    "mismatch_low": 0.0,  # lower end of a band
+    "mismatch_high": 2.0,  # cap on trainer over sampler probability, or upper end of a band
+}
+
 
 def get_config(variant: str = "") -> ConfigDict:
     """The base configuration. Raises ValueError for an unknown variant."""

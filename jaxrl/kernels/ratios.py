@@ -36,12 +36,21 @@ def rollout_ratio(
     sequence-level ratio and its token variant.
     """
     logp = jnp.where(mask, widen(logp), 0)
-    gap = jax.lax.stop_gradient(logp - jnp.where(mask, widen(old_logp), 0))
-    counted = mask.any(-1)
-    tokens = group_sum(mask.sum(-1), rollout, counted)
-    mean = group_sum(gap.sum(-1), rollout, counted) / jnp.maximum(tokens, 1)
-    ratio = jnp.exp(jnp.clip(mean, -BOUND, BOUND))[:, None]
+    total, tokens = _gap(jax.lax.stop_gradient(logp), old_logp, rollout, mask)
+    ratio = jnp.exp(jnp.clip(total / jnp.maximum(tokens, 1), -BOUND, BOUND))[:, None]
     return jnp.where(mask, ratio * jnp.exp(logp - jax.lax.stop_gradient(logp)), 1)
+
+
+def _gap(
+    logp: Float[Array, "row token"],
+    old_logp: Float[Array, "row token"],
+    rollout: Int[Array, " row"],
+    mask: Bool[Array, "row token"],
+) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
+    """Sum of logp - old_logp over the counted tokens of the row's rollout, and their number."""
+    gap = jnp.where(mask, widen(logp), 0) - jnp.where(mask, widen(old_logp), 0)
+    counted = mask.any(-1)
+    return group_sum(gap.sum(-1), rollout, counted), group_sum(mask.sum(-1), rollout, counted)
 
 
 def truncated_ratio(
@@ -69,3 +78,62 @@ def band_ratio(
     """
     ratio = token_ratio(logp, sampler_logp)
     return jax.lax.stop_gradient(jnp.where((low <= ratio) & (ratio <= high), ratio, 0))
+
+
+def truncated_rollout_ratio(
+    logp: Float[Array, "row token"],
+    sampler_logp: Float[Array, "row token"],
+    rollout: Int[Array, " row"],
+    mask: Bool[Array, "row token"],
+    *,
+    cap: float,
+) -> Float[Array, "row token"]:
+    """min(exp(sum over the rollout's counted tokens of logp - sampler_logp), cap) at each of them,
+    detached; 1 elsewhere.
+
+    A product over tokens, not their geometric mean (both are called sequence TIS): unbiased with
+    cap = inf, and of a variance that grows with the length. ``rollout`` is a label.
+    """
+    total, _ = _gap(logp, sampler_logp, rollout, mask)
+    ratio = jnp.minimum(jnp.exp(jnp.clip(total, -BOUND, BOUND)), cap)[:, None]
+    return jax.lax.stop_gradient(jnp.where(mask, ratio, 1))
+
+
+def rollout_band(
+    logp: Float[Array, "row token"],
+    sampler_logp: Float[Array, "row token"],
+    rollout: Int[Array, " row"],
+    mask: Bool[Array, "row token"],
+    *,
+    low: float,
+    high: float,
+) -> Float[Array, "row token"]:
+    """1 if exp(mean over the rollout's counted tokens of logp - sampler_logp) is in [low, high],
+    else 0, at each of them; 1 elsewhere. Detached: keeps or drops whole rollouts (geometric
+    rejection).
+    """
+    total, tokens = _gap(logp, sampler_logp, rollout, mask)
+    ratio = jnp.exp(jnp.clip(total / jnp.maximum(tokens, 1), -BOUND, BOUND))
+    kept = ((low <= ratio) & (ratio <= high))[:, None]
+    return jax.lax.stop_gradient(jnp.where(mask, kept.astype(ratio.dtype), 1))
+
+
+def rollout_mask(
+    logp: Float[Array, "row token"],
+    old_logp: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+    rollout: Int[Array, " row"],
+    mask: Bool[Array, "row token"],
+    *,
+    limit: float,
+) -> Float[Array, "row token"]:
+    """0 at tokens with A < 0 of a rollout whose mean over counted tokens of old_logp - logp is
+    above ``limit`` (nats a token, > 0), else 1; detached.
+
+    A bad rollout that the policy has already left behind pushes no further. Source: DeepSeek-V3.2,
+    arXiv 2512.02556, off-policy sequence masking; here the advantage is the token's own.
+    """
+    total, tokens = _gap(logp, old_logp, rollout, mask)
+    left = (-total > limit * jnp.maximum(tokens, 1))[:, None]
+    dropped = left & (jnp.where(mask, widen(advantage), 0) < 0)
+    return jax.lax.stop_gradient(1 - dropped.astype(total.dtype))

@@ -25,6 +25,7 @@ from jaxrl.kernels import (
     readings,
     steps,
     surrogates,
+    trust,
     variance,
     weights,
 )
@@ -64,7 +65,7 @@ class Case:
     def call(self, sizes: Mapping[str, int]) -> Callable[..., Any]:
         """The kernel with its numbers put in."""
         numbers = {
-            name: sizes[number] if isinstance(number, str) else number
+            name: sizes[number] if number in sizes else number
             for name, number in self.numbers.items()
         }
         return lambda *arrays: self.kernel(*arrays, **numbers)
@@ -109,6 +110,7 @@ def case(
 TOKEN_LABELS = {"rollout": "row label", "minibatch": "row label", "mask": "row token mask"}
 IN_GROUP = {"x": "rollout value", "group": "rollout label", "mask": "rollout mask"}
 TWO_LOGPS = {"logp": "row token logp", "old_logp": "row token logp"}
+OF_ROLLOUT = {"rollout": "row label", "mask": "row token mask"}
 TWO_LOGITS = {"logits": "position vocab value", "ref_logits": "position vocab value"}
 GAP = {
     "logp": "rollout logp",
@@ -160,6 +162,33 @@ CASES = [
     ),
     case(ratios.truncated_ratio, "row token", {"cap": 1.5}, **TWO_LOGPS),
     case(ratios.band_ratio, "row token", {"low": 0.5, "high": 2.0}, **TWO_LOGPS),
+    case(ratios.truncated_rollout_ratio, "row token", {"cap": 1.5}, **TWO_LOGPS, **OF_ROLLOUT),
+    case(ratios.rollout_band, "row token", {"low": 0.5, "high": 2.0}, **TWO_LOGPS, **OF_ROLLOUT),
+    case(
+        ratios.rollout_mask,
+        "row token",
+        {"limit": 0.1},
+        **TWO_LOGPS,
+        advantage="row token value",
+        **OF_ROLLOUT,
+    ),
+    case(
+        trust.mismatch_weight,
+        "row token",
+        {"kind": "rollout_truncate", "low": 0.0, "high": 1.5},
+        old_logp="row token logp",
+        sampler_logp="row token logp",
+        **OF_ROLLOUT,
+    ),
+    case(
+        trust.trusted_surrogate,
+        "row token",
+        {"trust": trust.Trust(0.2, 0.28, 3.0, "band", 0.5, 2.0)},
+        **TWO_LOGPS,
+        sampler_logp="row token logp",
+        advantage="row token value",
+        **OF_ROLLOUT,
+    ),
     case(divergences.k1, "row token", {}, **TWO_LOGPS),
     case(divergences.k2, "row token", {}, **TWO_LOGPS),
     case(divergences.k3, "row token", {}, **TWO_LOGPS),
