@@ -61,3 +61,107 @@ def gap_weights(
     implicit = group_center(beta * (widen(logp) - widen(anchor_logp)), group, mask)
     freedom = jnp.maximum(group_sum(mask, group, mask) - 1, 1)
     return jax.lax.stop_gradient((group_center(reward, group, mask) - implicit) / freedom)
+
+
+def stratified_gap(
+    logp: Float[Array, " rollout"],
+    anchor_logp: Float[Array, " rollout"],
+    reward: Float[Array, " rollout"],
+    behaviour: Int[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+    *,
+    beta: float,
+) -> tuple[Float[Array, " rollout"], Diagnostics]:
+    """Each rollout's part of V / 2, to be summed over a group and minimised; 0 at masked rollouts.
+
+    For groups that hold a fixed number k_s of rollouts from each behaviour policy s (a label), with
+    x = r - R:
+
+        V = 1/k sum_i (x_i - mean)^2 + 1/k^2 sum_s k_s / (k_s - 1) sum_{i in s} (x_i - mean_s)^2
+
+    V is unbiased for the variance of x under the mixture of the policies, where ``centred_gap``
+    counts the spread between them k / (k - 1) times; with one policy the two are equal. Needs k_s
+    >= 2: leave groups with a lone rollout of some policy out (``accompanied``). ``residual`` is
+    x_i - mean. Source: derived from the GVPO objective, arXiv 2504.19599, for stratified draws.
+    """
+    anchor_logp, reward = jax.lax.stop_gradient((widen(anchor_logp), widen(reward)))
+    x = beta * (widen(logp) - anchor_logp) - reward
+    residual, inner, rollouts, scale = _strata(x, behaviour, group, mask)
+    each = residual**2 / rollouts + scale * inner**2 / rollouts**2
+    return each / 2, jax.lax.stop_gradient({"residual": residual})
+
+
+def stratified_weights(
+    logp: Float[Array, " rollout"],
+    anchor_logp: Float[Array, " rollout"],
+    reward: Float[Array, " rollout"],
+    behaviour: Int[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+    *,
+    beta: float,
+) -> Float[Array, " rollout"]:
+    """u_i = -d (V / 2) / d x_i of ``stratified_gap``, detached; sums to 0 over a group.
+
+    -beta sum_i u_i l_i has the gradient of V / 2, and its rollouts may be taken one by one.
+    """
+    x = beta * (widen(logp) - widen(anchor_logp)) - widen(reward)
+    residual, inner, rollouts, scale = _strata(x, behaviour, group, mask)
+    return jax.lax.stop_gradient(-(residual / rollouts + scale * inner / rollouts**2))
+
+
+def accompanied(
+    behaviour: Int[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """1 at the counted rollouts of groups in which k_s >= 2 for every behaviour policy, else 0.
+
+    A spread inside a policy cannot be told from one rollout of it, so these are the groups that
+    ``stratified_gap`` speaks of.
+    """
+    alone = mask & (group_sum(mask, _stratum(behaviour, group), mask) < 2)
+    return widen(mask & (group_sum(alone, group, mask) == 0))
+
+
+def length_weight(
+    length: Float[Array, " rollout"],
+    *,
+    alpha: float,
+) -> Float[Array, " rollout"]:
+    """f = length^-alpha, lengths below 1 counting as 1; detached. alpha >= 0: 0 weighs all alike.
+
+    Times a difference of whole-response log-probs, it says which errors are mended first; the
+    optimum is the teacher for any f > 0. Source: GVPO++, arXiv 2609.21432, group-variance
+    distillation with length weights.
+    """
+    return jax.lax.stop_gradient(jnp.maximum(widen(length), 1) ** -alpha)
+
+
+def _stratum(
+    behaviour: Int[Array, " rollout"], group: Int[Array, " rollout"]
+) -> Int[Array, " rollout"]:
+    """One label for each (group, behaviour policy)."""
+    size = group.shape[0]
+    outer, inner = (
+        jnp.unique(label, size=size, return_inverse=True)[1] for label in (group, behaviour)
+    )
+    return outer * size + inner
+
+
+def _strata(
+    x: Float[Array, " rollout"],
+    behaviour: Int[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> tuple[Float[Array, " rollout"], ...]:
+    """x - mean of the group, x - mean of the stratum, k, and k_s / (k_s - 1)."""
+    stratum = _stratum(behaviour, group)
+    members = group_sum(mask, stratum, mask)
+    return (
+        group_center(x, group, mask),
+        group_center(x, stratum, mask),
+        jnp.maximum(group_sum(mask, group, mask), 1),
+        members / jnp.maximum(members - 1, 1),
+    )

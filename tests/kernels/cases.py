@@ -23,6 +23,7 @@ from jaxrl.kernels import (
     precision,
     ratios,
     readings,
+    residuals,
     steps,
     surrogates,
     trust,
@@ -85,7 +86,9 @@ def _draw(rng: np.random.Generator, name: str, shape: list[int], kind: str) -> n
     if kind == "logp":
         return -rng.exponential(size=shape).astype(np.float32)
     if kind == "mask":
-        return rng.random(shape) < 0.75
+        drawn = rng.random(shape) < 0.75
+        drawn.flat[-1] &= not drawn.all()  # a law wants one that does not count
+        return drawn
     if kind == "taken":
         return rng.integers(0, SMALL["vocab"], shape).astype(np.int32)
     if kind == "index":
@@ -112,6 +115,11 @@ IN_GROUP = {"x": "rollout value", "group": "rollout label", "mask": "rollout mas
 TWO_LOGPS = {"logp": "row token logp", "old_logp": "row token logp"}
 OF_ROLLOUT = {"rollout": "row label", "mask": "row token mask"}
 TWO_LOGITS = {"logits": "position vocab value", "ref_logits": "position vocab value"}
+TAUGHT = {
+    "logits": "position vocab value",
+    "teacher_logits": "position vocab value",
+    "taken": "position taken",
+}
 GAP = {
     "logp": "rollout logp",
     "anchor_logp": "rollout logp",
@@ -119,6 +127,8 @@ GAP = {
     "group": "rollout label",
     "mask": "rollout mask",
 }
+VALUES = {"logp": "rollout logp", "anchor_logp": "rollout logp", "reward": "rollout value"}
+STRATA = {"behaviour": "rollout label", "group": "rollout label", "mask": "rollout mask"}
 
 CASES = [
     case(precision.widen, "row token", {}, x="row token value"),
@@ -218,6 +228,38 @@ CASES = [
     ),
     case(variance.centred_gap, "rollout", {"beta": 0.3}, **GAP),
     case(variance.gap_weights, "rollout", {"beta": 0.3}, **GAP),
+    case(variance.stratified_gap, "rollout", {"beta": 0.3}, **VALUES, **STRATA),
+    case(variance.stratified_weights, "rollout", {"beta": 0.3}, **VALUES, **STRATA),
+    case(variance.accompanied, "rollout", {}, **STRATA),
+    case(variance.length_weight, "rollout", {"alpha": 0.5}, length="rollout value"),
+    case(residuals.residual_advantage, "position", {}, **TAUGHT),
+    case(residuals.top_residual, "position", {"kept": 3}, **TAUGHT),
+    case(residuals.missing_mass, "position", {"kept": 3}, teacher_logits="position vocab value"),
+    case(
+        residuals.overlap,
+        "position",
+        {},
+        logits="position vocab value",
+        other_logits="position vocab value",
+    ),
+    case(
+        residuals.stored_residual,
+        "row token",
+        {},
+        logp="row token logp",
+        teacher_logp="row token logp",
+        teacher_overlap="row token value",
+        self_overlap="row token value",
+    ),
+    case(
+        residuals.response_center,
+        "row token",
+        {},
+        x="row token value",
+        weight="row token value",
+        rollout="row label",
+        mask="row token mask",
+    ),
     case(
         steps.rollout_sum,
         "rollout",
