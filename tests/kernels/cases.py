@@ -20,6 +20,7 @@ from jaxrl.kernels import (
     divergences,
     grades,
     groups,
+    novelty,
     precision,
     ratios,
     readings,
@@ -33,6 +34,8 @@ from jaxrl.kernels import (
 
 SMALL = {"row": 8, "rollout": 8, "token": 5, "position": 8, "vocab": 7}
 LARGE = {"row": 16, "rollout": 16, "token": 9, "position": 16, "vocab": 7}  # room for padding
+SMALL |= {"layer": 3, "feature": 3, "entry": 8}  # of a trunk, of a vector, of a memory
+LARGE |= {"layer": 3, "feature": 3, "entry": 16}
 
 # Entries of a leading axis belong to units (rollouts of one prompt, rows of one rollout); a unit
 # may have one member. Units 0, 1 make the first minibatch, units 2, 3 the second.
@@ -129,6 +132,11 @@ GAP = {
 }
 VALUES = {"logp": "rollout logp", "anchor_logp": "rollout logp", "reward": "rollout value"}
 STRATA = {"behaviour": "rollout label", "group": "rollout label", "mask": "rollout mask"}
+REMEMBERED = {
+    "features": "rollout feature value",
+    "memory": "entry feature value",
+    "mask": "entry mask",
+}
 
 CASES = [
     case(precision.widen, "row token", {}, x="row token value"),
@@ -260,6 +268,16 @@ CASES = [
         rollout="row label",
         mask="row token mask",
     ),
+    case(novelty.network_novelty, "position", {}, square_error="position layer value"),
+    case(
+        novelty.novelty_reward,
+        "rollout",
+        {"weight": 0.5},
+        novelty="rollout value",
+        correct="rollout mask",
+    ),
+    case(novelty.neighbour_novelty, "rollout", {"neighbours": 2}, **REMEMBERED),
+    case(novelty.elliptical_novelty, "rollout", {"ridge": 1.0}, **REMEMBERED),
     case(
         steps.rollout_sum,
         "rollout",
