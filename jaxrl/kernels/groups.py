@@ -74,6 +74,27 @@ def group_scale(
     return jnp.where(mask & varies, centred / jnp.sqrt(jnp.where(varies, variance, 1)), 0)
 
 
+def group_normalize(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+    *,
+    bound: float,
+) -> Float[Array, " rollout"]:
+    """(x_i - mean) / std with std over n, clipped at +-bound; 0 where std < 1e-6, at masked members
+    and in groups of one.
+
+    bound > 0, inf for none: a single member that differs from n - 1 equal ones gets sqrt(n - 1).
+    Values that come out of logarithms are equal up to 1e-7 only, hence 1e-6. Source: CoVer, arXiv
+    2609.21208, which normalises each role of a task so; the clip is ours.
+    """
+    centred = group_center(x, group, mask)
+    variance = group_mean(centred**2, group, mask)
+    varies = variance >= 1e-12
+    scaled = centred / jnp.sqrt(jnp.where(varies, variance, 1))
+    return jnp.where(mask & varies, jnp.clip(scaled, -bound, bound), 0)
+
+
 def leave_one_out(
     x: Num[Array, " rollout"],
     group: Int[Array, " rollout"],
@@ -85,3 +106,21 @@ def leave_one_out(
     """
     members = group_sum(mask, group, mask)
     return group_center(x, group, mask) * members / jnp.maximum(members - 1, 1)
+
+
+def size_factor(
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+    *,
+    full: float,
+) -> Float[Array, " rollout"]:
+    """(1 - 1 / full) / (1 - 1 / n) with n counted rollouts in the group; 0 at masked members and in
+    groups of one.
+
+    A mean that holds the rollout itself shrinks the expected gradient by 1 - 1 / n, so groups of
+    different sizes count differently; times this factor all have the scale of a group of ``full``
+    (> 1; inf: no shrinking, and R - mean becomes the leave-one-out advantage).
+    """
+    members = group_sum(mask, group, mask)
+    factor = (1 - 1 / full) * members / jnp.maximum(members - 1, 1)
+    return jnp.where(mask & (members > 1), factor, 0)

@@ -32,3 +32,13 @@ def over_tokens(
 ) -> Float[Array, "row token"]:
     """x of the rollout at each of its counted tokens, 0 elsewhere."""
     return jnp.where(mask, widen(x)[rollout][:, None], 0)
+
+
+def over_last_token(
+    x: Num[Array, " rollout"] | Bool[Array, " rollout"],
+    rollout: Int[Array, " row"],
+    mask: Bool[Array, "row token"],
+) -> Float[Array, "row token"]:
+    """x of the rollout at the last counted token of each of its rows, 0 elsewhere."""
+    last = mask & (jnp.cumsum(mask, axis=-1) == mask.sum(-1, keepdims=True))
+    return jnp.where(last, widen(x)[rollout][:, None], 0)

@@ -63,3 +63,23 @@ def dual_clip(
     bound = cap * jnp.where(negative, -advantage, 1)  # selected first: inf * 0 is NaN
     capped = negative & (bound < token_loss)
     return jnp.where(capped, bound, token_loss), {"dual_clipped": capped.astype(token_loss.dtype)}
+
+
+def detached_ratio(
+    logp: Float[Array, "row token"],
+    ratio: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+    *,
+    low: float,
+    high: float,
+) -> tuple[Float[Array, "row token"], Diagnostics]:
+    """-sg(clip(r, low, high)) A logp: gradient -clip(r, low, high) A by logp, never cut off.
+
+    The bounds are absolute, 0 <= low <= 1 <= high, low 0 for a cap alone: on-policy the weight is
+    1. ``clipped``: 1 where a bound holds. Source: CISPO, arXiv 2506.13585, equation 4. Public
+    code also has bounds 1 -+ epsilon, and bounds that are not above 1.
+    """
+    ratio = jax.lax.stop_gradient(widen(ratio))
+    held = jnp.clip(ratio, low, high)
+    token_loss = -held * jax.lax.stop_gradient(widen(advantage)) * widen(logp)
+    return token_loss, {"ratio": ratio, "clipped": (held != ratio).astype(ratio.dtype)}

@@ -17,14 +17,20 @@ from typing import Any
 import numpy as np
 
 from jaxrl.kernels import (
+    calibration,
+    contrast,
     divergences,
+    drift,
     grades,
     groups,
+    hindsight,
+    information,
     novelty,
     precision,
     ratios,
     readings,
     residuals,
+    returns,
     steps,
     surrogates,
     trust,
@@ -32,8 +38,16 @@ from jaxrl.kernels import (
     weights,
 )
 
-SMALL = {"row": 8, "rollout": 8, "token": 5, "position": 8, "vocab": 7}
-LARGE = {"row": 16, "rollout": 16, "token": 9, "position": 16, "vocab": 7}  # room for padding
+SMALL = {"row": 8, "rollout": 8, "token": 5, "position": 8, "vocab": 7, "test": 3, "bucket": 4}
+LARGE = SMALL | {
+    "row": 16,
+    "rollout": 16,
+    "token": 9,
+    "position": 16,
+    "test": 5,
+}  # room for padding
+SMALL |= {"universe": 8, "example": 8, "step": 8, "rule": 8}
+LARGE |= {"universe": 16, "example": 16, "step": 16, "rule": 8}
 SMALL |= {"layer": 3, "feature": 3, "entry": 8}  # of a trunk, of a vector, of a memory
 LARGE |= {"layer": 3, "feature": 3, "entry": 16}
 
@@ -97,6 +111,8 @@ def _draw(rng: np.random.Generator, name: str, shape: list[int], kind: str) -> n
     if kind == "index":
         return INDEX.astype(np.int32)
     assert kind == "label", kind
+    if len(shape) > 1:  # of a token: any integer
+        return rng.integers(-1, 3, shape).astype(np.int32)
     return (UNIT // 2 * 3 if name == "minibatch" else 5 - 2 * UNIT).astype(np.int32)
 
 
@@ -117,6 +133,7 @@ TOKEN_LABELS = {"rollout": "row label", "minibatch": "row label", "mask": "row t
 IN_GROUP = {"x": "rollout value", "group": "rollout label", "mask": "rollout mask"}
 TWO_LOGPS = {"logp": "row token logp", "old_logp": "row token logp"}
 OF_ROLLOUT = {"rollout": "row label", "mask": "row token mask"}
+TEACHERS = {name: "row token logp" for name in ("logp", "teacher_logp", "right_logp", "wrong_logp")}
 TWO_LOGITS = {"logits": "position vocab value", "ref_logits": "position vocab value"}
 TAUGHT = {
     "logits": "position vocab value",
@@ -132,6 +149,21 @@ GAP = {
 }
 VALUES = {"logp": "rollout logp", "anchor_logp": "rollout logp", "reward": "rollout value"}
 STRATA = {"behaviour": "rollout label", "group": "rollout label", "mask": "rollout mask"}
+
+UNIVERSES = {"log_q": "universe logp", "gain": "universe value", "mask": "universe mask"}
+DRIFT = {
+    "log_q_next": "step universe logp",
+    "log_q": "step universe logp",
+    "weight_next": "step rule value",
+    "weight": "step rule value",
+    "mask": "step universe mask",
+}
+CELLS = {
+    "outcome": "rollout test value",
+    "truth": "rollout value",
+    "group": "rollout label",
+    "mask": "rollout test mask",
+}
 REMEMBERED = {
     "features": "rollout feature value",
     "memory": "entry feature value",
@@ -169,6 +201,31 @@ CASES = [
     case(groups.group_center, "rollout", {}, **IN_GROUP),
     case(groups.group_scale, "rollout", {}, **IN_GROUP),
     case(groups.leave_one_out, "rollout", {}, **IN_GROUP),
+    case(groups.group_normalize, "rollout", {"bound": 0.9}, **IN_GROUP),
+    case(
+        information.pass_rate,
+        "rollout test",
+        {},
+        outcome="rollout test value",
+        group="rollout label",
+        mask="rollout test mask",
+    ),
+    case(information.covariance, "rollout test", {}, **CELLS),
+    case(information.soft_information, "rollout test", {}, **CELLS),
+    case(
+        information.binned_information,
+        "rollout test",
+        {"levels": 3, "miller_madow": True},
+        **CELLS,
+    ),
+    case(
+        information.gated,
+        "rollout test",
+        {},
+        information="rollout test value",
+        covariance="rollout test value",
+    ),
+    case(groups.size_factor, "rollout", {"full": 4.0}, group="rollout label", mask="rollout mask"),
     case(ratios.token_ratio, "row token", {}, **TWO_LOGPS),
     case(
         ratios.rollout_ratio,
@@ -213,6 +270,38 @@ CASES = [
     case(divergences.reverse_kl_loss, "row token", {}, **TWO_LOGPS, ref_logp="row token logp"),
     case(divergences.reverse_kl, "position", {}, **TWO_LOGITS),
     case(divergences.forward_kl, "position", {}, **TWO_LOGITS),
+    case(divergences.generalised_jsd, "position", {"alpha": 0.3}, **TWO_LOGITS),
+    case(divergences.sampled_jsd_advantage, "row token", {"alpha": 0.3}, **TWO_LOGPS),
+    case(
+        divergences.top_k_tail,
+        "position bucket",
+        {"k": 3},
+        logits="position vocab value",
+        chosen_logits="position vocab value",
+    ),
+    case(
+        divergences.floored_logp,
+        "position",
+        {},
+        logits="position vocab value",
+        taken="position taken",
+    ),
+    case(divergences.floored_logits, "position vocab", {}, logits="position vocab value"),
+    case(calibration.calibrated_advantage, "row token", {"width": 0.7}, **TEACHERS),
+    case(
+        calibration.reweighted_advantage,
+        "row token",
+        {"share": 0.6, "band": 0.2},
+        logp="row token logp",
+        teacher_logp="row token logp",
+        advantage="row token value",
+    ),
+    case(
+        contrast.contrastive_advantage,
+        "row token",
+        {"alpha": 0.5},
+        **{name: kind for name, kind in TEACHERS.items() if name != "teacher_logp"},
+    ),
     case(
         surrogates.policy_gradient,
         "row token",
@@ -233,6 +322,45 @@ CASES = [
         {"cap": 1.2},
         token_loss="row token value",
         advantage="row token value",
+    ),
+    case(
+        surrogates.detached_ratio,
+        "row token",
+        {"low": 0.0, "high": 5.0},
+        logp="row token logp",
+        ratio="row token value",
+        advantage="row token value",
+    ),
+    case(
+        returns.return_to_go,
+        "row token",
+        {"discount": 0.9},
+        reward="row token value",
+        mask="row token mask",
+    ),
+    case(
+        returns.gae,
+        "row token",
+        {"discount": 0.9, "trace": 0.8},
+        reward="row token value",
+        value="row token value",
+        mask="row token mask",
+    ),
+    case(
+        returns.whiten,
+        "row token",
+        {},
+        x="row token value",
+        label="row label",
+        mask="row token mask",
+    ),
+    case(
+        returns.clipped_value,
+        "row token",
+        {"clip": 0.2},
+        value="row token value",
+        old_value="row token value",
+        target="row token value",
     ),
     case(variance.centred_gap, "rollout", {"beta": 0.3}, **GAP),
     case(variance.gap_weights, "rollout", {"beta": 0.3}, **GAP),
@@ -295,9 +423,73 @@ CASES = [
         mask="row token mask",
     ),
     case(
+        steps.over_last_token,
+        "row token",
+        {},
+        x="rollout value",
+        rollout="row index",
+        mask="row token mask",
+    ),
+    case(
         grades.overlong_penalty,
         "rollout",
         {"limit": 3, "buffer": 2, "penalty": 0.5},
         length="rollout value",
     ),
+    case(
+        hindsight.turn_sum,
+        "row token",
+        {},
+        x="row token value",
+        turn="row token label",
+        mask="row token mask",
+    ),
+    case(hindsight.turn_mean, "row token", {}, turn="row token label", **TOKEN_LABELS),
+    case(
+        hindsight.hindsight_gap,
+        "position",
+        {},
+        logits="position vocab value",
+        hindsight_logits="position vocab value",
+    ),
+    case(hindsight.feedback_loss, "row token", {}, logp="row token logp", mask="row token mask"),
+    case(drift.renormalised, "universe", {}, log_q="universe logp", mask="universe mask"),
+    case(drift.exponentiated_gradient, "universe", {"rate": 0.7}, **UNIVERSES),
+    case(
+        drift.tilted,
+        "universe",
+        {"stay": 1.0, "home": 0.1},
+        log_q="universe logp",
+        log_base="universe logp",
+        gain="universe value",
+        mask="universe mask",
+    ),
+    case(
+        drift.bounded_move,
+        "universe",
+        {"kappa": 0.02},
+        log_q="universe logp",
+        log_target="universe logp",
+        mask="universe mask",
+    ),
+    case(
+        drift.relative_entropy,
+        "step",
+        {},
+        log_q="step universe logp",
+        log_p="step universe logp",
+        mask="step universe mask",
+    ),
+    case(drift.archive_weights, "rule", {"sharpness": 1.0}, score="rule value"),
+    case(
+        drift.rule_utility,
+        "rule",
+        {"harm": 1.0},
+        rule_right="example rule value",
+        model_right="example value",
+        mask="example mask",
+    ),
+    case(drift.clipped_consistency, "row token", {"cap": 2.0}, logp="row token logp"),
+    case(drift.drift_bound, "step", {"loss_bound": 1.0, "consistency_weight": 0.1}, **DRIFT),
+    case(drift.tight_drift_bound, "step", {"loss_bound": 1.0, "consistency_weight": 0.1}, **DRIFT),
 ]
