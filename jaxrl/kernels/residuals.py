@@ -96,15 +96,16 @@ def response_center(
     """x_t - sum_t w_t x_t / sum_t w_t over the counted tokens of the rollout, 0 elsewhere.
 
     ``weight`` >= 0 is how much a token counts in the loss, so that the centred x moves no
-    rollout's loss as a whole. Exactly 0 for a rollout with a single counted token; x itself where
-    no token has weight. ``rollout`` is a label.
+    rollout's loss as a whole. Exactly 0 for a lone counted token; x itself where none of several
+    has weight. ``rollout`` is a label.
     """
     x, weight = (jnp.where(mask, widen(part), 0) for part in (x, weight))
     counted = mask.any(-1)
     total = group_sum(weight.sum(-1), rollout, counted)[:, None]
     share = jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
     center = group_sum((share * x).sum(-1), rollout, counted)[:, None]
-    return jax.lax.stop_gradient(jnp.where(mask, x - center, 0))
+    several = group_sum(mask.sum(-1), rollout, counted)[:, None] > 1  # w / w may round
+    return jax.lax.stop_gradient(jnp.where(mask & several, x - center, 0))
 
 
 def _distributions(
