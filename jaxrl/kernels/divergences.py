@@ -10,12 +10,17 @@ To pull p towards q by KL(p, q) use ``reverse_kl_loss``; k1, k2 and k3 are for c
 J. Schulman, "Approximating KL divergence", 2020.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.precision import widen
 from jaxrl.kernels.ratios import BOUND, token_ratio
+from jaxrl.kernels.readings import taken_logp
+
+FLOOR = math.log(1e-10)  # nats
 
 
 def k1(
@@ -60,18 +65,37 @@ def reverse_kl_loss(
     return ratio * (value + slope * (widen(logp) - jax.lax.stop_gradient(widen(logp))))
 
 
+def floored_logp(
+    logits: Float[Array, "position vocab"], taken: Int[Array, " position"]
+) -> Float[Array, " position"]:
+    """max(log softmax(logits)[taken], log 1e-10): what a teacher says of a token that it may rule
+    out.
+    """
+    return jnp.maximum(taken_logp(logits, taken), FLOOR)
+
+
+def floored_logits(logits: Float[Array, "position vocab"]) -> Float[Array, "position vocab"]:
+    """max(x, logsumexp(x) + log 1e-10): no token is less likely than 1e-10, nor a log-prob -inf.
+
+    Untouched, bit for bit, where no token is; elsewhere the softmax gives away at most 1e-10 for
+    each token of the vocabulary.
+    """
+    logits = widen(logits)
+    return jnp.maximum(logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True) + FLOOR)
+
+
 def reverse_kl(
     logits: Float[Array, "position vocab"],
     ref_logits: Float[Array, "position vocab"],
 ) -> Float[Array, " position"]:
     """KL(p, ref) = sum_v p_v (log p_v - log ref_v), exact, p = softmax(logits), ref =
     softmax(ref_logits).
+
+    Gradient by logits p_v (log p_v - log ref_v - KL); ref is a constant.
     """
-    logp = jax.nn.log_softmax(widen(logits), axis=-1)
-    ref_logp = jax.nn.log_softmax(widen(ref_logits), axis=-1)
-    possible = logp > -jnp.inf
-    gap = jnp.where(possible, logp, 0) - jnp.where(possible, ref_logp, 0)
-    return jnp.where(possible, jnp.exp(logp) * gap, 0).sum(-1)
+    p, gap, _ = _compared(logits, ref_logits)
+    terms = jnp.where(p > 0, -p * gap, 0)
+    return _sloped(terms.sum(-1), terms - p * terms.sum(-1, keepdims=True), logits)
 
 
 def forward_kl(
@@ -80,5 +104,106 @@ def forward_kl(
 ) -> Float[Array, " position"]:
     """KL(ref, p) = sum_v ref_v (log ref_v - log p_v), exact, p = softmax(logits), ref =
     softmax(ref_logits).
+
+    Gradient by logits p_v - ref_v; ref is a constant.
     """
-    return reverse_kl(ref_logits, logits)
+    p, gap, ref = _compared(logits, ref_logits)
+    return _sloped(jnp.where(ref > 0, ref * gap, 0).sum(-1), p - ref, logits)
+
+
+def generalised_jsd(
+    logits: Float[Array, "position vocab"],
+    ref_logits: Float[Array, "position vocab"],
+    *,
+    alpha: float,
+) -> Float[Array, " position"]:
+    """(1 - alpha) KL(p, m) + alpha KL(ref, m), m = (1 - alpha) p + alpha ref, alpha in (0, 1).
+
+    At the ends, by the field's convention, alpha = 0 is ``forward_kl`` and alpha = 1
+    ``reverse_kl``. The scale jumps there: the formula itself goes to 0, as alpha KL(ref, p) and
+    (1 - alpha) KL(p, ref). Gradient by logits (1 - alpha) p_v (log p_v / m_v - KL(p, m)); ref is a
+    constant. Source: GKD, arXiv 2306.13649, with its beta.
+    """
+    if alpha == 0:
+        return forward_kl(logits, ref_logits)
+    if alpha == 1:
+        return reverse_kl(logits, ref_logits)
+    p, gap, ref = _compared(logits, ref_logits)
+    over_p, over_ref = _mixture(gap, alpha)
+    p_kl = jnp.where(p > 0, -p * over_p, 0)
+    ref_kl = jnp.where(ref > 0, -ref * over_ref, 0)
+    value = (1 - alpha) * p_kl.sum(-1) + alpha * ref_kl.sum(-1)
+    return _sloped(value, (1 - alpha) * (p_kl - p * p_kl.sum(-1, keepdims=True)), logits)
+
+
+def sampled_jsd_advantage(
+    logp: Float[Array, "row token"],
+    ref_logp: Float[Array, "row token"],
+    *,
+    alpha: float,
+) -> Float[Array, "row token"]:
+    """A = (1 - alpha) log(1 - alpha + alpha rho), rho = exp(ref_logp - logp), alpha in (0, 1).
+
+    For tokens drawn from p, E[-A grad log p] is the gradient of ``generalised_jsd``: positive A
+    raises the log-prob, A = 0 exactly where the two agree, A >= (1 - alpha) log(1 - alpha). At the
+    ends, as there: alpha = 1 is log rho (reverse KL, -k1), alpha = 0 is rho - 1 with log rho
+    clamped to +-20 (forward KL; its variance is that of rho). Detached.
+    """
+    gap = jax.lax.stop_gradient(widen(ref_logp) - widen(logp))
+    if alpha == 1:
+        return gap
+    if alpha == 0:
+        return jnp.expm1(jnp.clip(gap, -BOUND, BOUND))
+    return (1 - alpha) * _mixture(gap, alpha)[0]
+
+
+def top_k_tail(
+    logits: Float[Array, "position vocab"],
+    chosen_logits: Float[Array, "position vocab"],
+    *,
+    k: int,
+) -> Float[Array, "position bucket"]:
+    """Log-probs of the k tokens that softmax(chosen_logits) holds most likely, then of all others
+    together: k + 1 numbers whose exponentials sum to 1.
+
+    Any divergence of ``generalised_jsd`` taken between two such vectors, of the same
+    ``chosen_logits``, is at most that over the vocabulary. Without the tail, renormalised, it could
+    be 0 for policies that share no mass. No gradient flows into the choice. 0 < k < vocabulary,
+    else ValueError.
+    """
+    if not 0 < k < logits.shape[-1]:
+        raise ValueError(f"k={k}; allowed: 1 to {logits.shape[-1] - 1}, one less than tokens")
+    logits = widen(logits)
+    _, kept = jax.lax.top_k(jax.lax.stop_gradient(widen(chosen_logits)), k)
+    others = jnp.put_along_axis(logits, kept, -jnp.inf, axis=-1, inplace=False)
+    buckets = [jnp.take_along_axis(logits, kept, axis=-1)]
+    buckets += [jax.nn.logsumexp(others, axis=-1, keepdims=True)]
+    return jax.nn.log_softmax(jnp.concatenate(buckets, axis=-1), axis=-1)
+
+
+def _compared(logits: Array, ref_logits: Array) -> tuple[Array, Array, Array]:
+    """p, log ref - log p where either may happen (0 elsewhere), ref; detached."""
+    logp, ref_logp = (
+        jax.nn.log_softmax(jax.lax.stop_gradient(widen(x)), axis=-1) for x in (logits, ref_logits)
+    )
+    p, ref = jnp.exp(logp), jnp.exp(ref_logp)
+    possible = (p > 0) | (ref > 0)
+    return p, jnp.where(possible, ref_logp, 0) - jnp.where(possible, logp, 0), ref
+
+
+def _mixture(gap: Array, alpha: float) -> tuple[Array, Array]:
+    """log m / p and log m / ref for gap = log ref / p, 0 < alpha < 1; both exactly 0 at gap 0."""
+    share = jnp.where(gap > 0, 1 - alpha, alpha)
+    tail = jnp.log1p(share * jnp.expm1(-jnp.abs(gap)))
+    return jnp.maximum(gap, 0) + tail, jnp.maximum(-gap, 0) + tail
+
+
+def _sloped(value: Array, slope: Array, logits: Array) -> Array:
+    """The value with this gradient by the logits.
+
+    The slopes are written out since automatic ones vanish at p = ref only up to rounding, and Adam
+    makes whole steps of what is left.
+    """
+    held = jnp.where(jnp.isfinite(logits), widen(logits), 0)
+    slope = jnp.where(jnp.isfinite(value)[:, None], slope, 0)  # inf * 0 would hide an infinite KL
+    return value + (slope * (held - jax.lax.stop_gradient(held))).sum(-1)
