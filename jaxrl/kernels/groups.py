@@ -124,3 +124,28 @@ def size_factor(
     members = group_sum(mask, group, mask)
     factor = (1 - 1 / full) * members / jnp.maximum(members - 1, 1)
     return jnp.where(mask & (members > 1), factor, 0)
+
+
+def group_quantile(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+    *,
+    fraction: float,
+) -> Float[Array, " rollout"]:
+    """Quantile of x over the group's counted members, at every member; 0 where none counts.
+
+    Linear between order statistics: place fraction * (n - 1), fraction in [0, 1].
+    """
+    x, size = jnp.where(mask, widen(x), 0), group.shape[0]
+    label = jnp.unique(group, size=size, return_inverse=True)[1]
+    # Counted members of one group lie side by side in this order, all others behind them.
+    order = jnp.lexsort((jax.lax.stop_gradient(x), jnp.where(mask, label, size)))
+    members = jax.ops.segment_sum(mask.astype(jnp.int32), label, num_segments=size)
+    first, last = (jnp.cumsum(members) - members)[label], members[label] - 1
+    place = fraction * jnp.maximum(last, 0).astype(x.dtype)
+    low = jnp.floor(place).astype(jnp.int32)
+    below, above = (
+        x[order][jnp.minimum(first + jnp.clip(at, 0, last), size - 1)] for at in (low, low + 1)
+    )
+    return jnp.where(last >= 0, below + (place - low) * (above - below), 0)

@@ -83,3 +83,29 @@ def detached_ratio(
     held = jnp.clip(ratio, low, high)
     token_loss = -held * jax.lax.stop_gradient(widen(advantage)) * widen(logp)
     return token_loss, {"ratio": ratio, "clipped": (held != ratio).astype(ratio.dtype)}
+
+
+def signed_band(
+    logp: Float[Array, "row token"],
+    ratio: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+    *,
+    positive_low: float,
+    positive_high: float,
+    negative_low: float,
+    negative_high: float,
+) -> tuple[Float[Array, "row token"], Diagnostics]:
+    """-sg(r) A logp where r lies in the band of A's sign, else 0; gradient -r A by logp, or 0.
+
+    A token outside of its band is dropped, not clamped, and stays in the denominators (weights are
+    counted over all tokens). Each bound is its own: those for A >= 0 never touch a token with A <
+    0. ``ratio`` is detached here, current policy over sampler. ``dropped``: 1 outside of the band.
+    Source: MiMo-V2.6, equation 1, whose bounds move with the entropy by a rule that is not
+    published.
+    """
+    ratio, advantage = jax.lax.stop_gradient((widen(ratio), widen(advantage)))
+    low = jnp.where(advantage < 0, negative_low, positive_low)
+    high = jnp.where(advantage < 0, negative_high, positive_high)
+    kept = (low <= ratio) & (ratio <= high)
+    token_loss = -jnp.where(kept, ratio, 0) * advantage * widen(logp)
+    return token_loss, {"ratio": ratio, "dropped": (~kept).astype(ratio.dtype)}

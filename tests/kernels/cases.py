@@ -4,6 +4,7 @@ An argument is "axes kind": its axes, then what its values are
     value    any number                     logp     a log-prob, <= 0
     mask     bool                           taken    an index into vocab
     label    any integer, constant inside a unit
+    flag     bool that is a signal like any other and guards nothing
     index    of a row into the rollout axis
 ``out`` is the axes of every array that the kernel returns. A number given as an axis name is the
 size of that axis.
@@ -33,6 +34,7 @@ from jaxrl.kernels import (
     returns,
     steps,
     surrogates,
+    tournaments,
     trust,
     variance,
     weights,
@@ -106,6 +108,8 @@ def _draw(rng: np.random.Generator, name: str, shape: list[int], kind: str) -> n
         drawn = rng.random(shape) < 0.75
         drawn.flat[-1] &= not drawn.all()  # a law wants one that does not count
         return drawn
+    if kind == "flag":
+        return rng.random(shape) < 0.6
     if kind == "taken":
         return rng.integers(0, SMALL["vocab"], shape).astype(np.int32)
     if kind == "index":
@@ -169,6 +173,13 @@ REMEMBERED = {
     "memory": "entry feature value",
     "mask": "entry mask",
 }
+GRADED = {
+    "quality": "rollout value",
+    "passed": "rollout flag",
+    "group": "rollout label",
+    "mask": "rollout mask",
+}
+POINTS = {"points": "rollout value", "group": "rollout label", "mask": "rollout mask"}
 
 CASES = [
     case(precision.widen, "row token", {}, x="row token value"),
@@ -492,4 +503,74 @@ CASES = [
     case(drift.clipped_consistency, "row token", {"cap": 2.0}, logp="row token logp"),
     case(drift.drift_bound, "step", {"loss_bound": 1.0, "consistency_weight": 0.1}, **DRIFT),
     case(drift.tight_drift_bound, "step", {"loss_bound": 1.0, "consistency_weight": 0.1}, **DRIFT),
+    case(groups.group_quantile, "rollout", {"fraction": 0.3}, **IN_GROUP),
+    case(
+        grades.usable_quality,
+        "rollout",
+        {},
+        quality="rollout value",
+        graded="rollout flag",
+        passed="rollout flag",
+        group="rollout label",
+        mask="rollout mask",
+    ),
+    case(grades.quality_product, "rollout", {"least_spread": 0.1}, **GRADED),
+    case(grades.redistributed, "rollout", {"cap": 1.5}, **GRADED),
+    case(
+        grades.length_penalty,
+        "rollout",
+        {
+            "penalty": 0.2,
+            "quantile": 0.3,
+            "pass_rate": 0.3,
+            "slack": 0.2,
+            "full": 2.0,
+            "power": 1.5,
+        },
+        length="rollout value",
+        passed="rollout flag",
+        group="rollout label",
+        mask="rollout mask",
+    ),
+    case(
+        grades.segment_scale,
+        "row token",
+        {"harsher": 2.0, "most": 2.0, "least": 0.5},
+        advantage="row token value",
+        flagged="row token flag",
+        group="row label",
+        mask="row token mask",
+    ),
+    case(
+        surrogates.signed_band,
+        "row token",
+        {
+            "positive_low": 0.2,
+            "positive_high": 1.0,
+            "negative_low": 0.1,
+            "negative_high": 1.5,
+        },
+        logp="row token logp",
+        ratio="row token value",
+        advantage="row token value",
+    ),
+    case(tournaments.tournament_rank, "rollout", {}, **POINTS),
+    case(tournaments.rank_reward, "rollout", {}, **POINTS),
+    case(steps.step_gain, "rollout vocab", {}, named="rollout bucket vocab value"),
+    case(
+        steps.step_over_tokens,
+        "row token",
+        {},
+        x="rollout vocab value",
+        step="row token taken",
+        rollout="row index",
+        mask="row token mask",
+    ),
+    case(
+        steps.amplified,
+        "row token",
+        {"weight": 0.7},
+        advantage="row token value",
+        gain="row token value",
+    ),
 ]
