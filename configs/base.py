@@ -42,6 +42,7 @@ def get_config(variant: str = "") -> ConfigDict:
     model.rope_theta = 10_000.0
     model.norm_epsilon = 1e-6
     model.tied_head = True
+    model.outputs = 0  # 0: logits over the vocabulary; else so many numbers a position, untied
     model.dtype = "float32"  # of the compute; log-probs are float32 whatever stands here
     model.param_dtype = "float32"  # of the master weights
     model.remat = "none"  # none | full | dots: what the backward pass computes again

@@ -17,8 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.batch import Batch
 from jaxrl.mesh import Rules, require_divisible, spec, ways
-from jaxrl.model import transformer
+from jaxrl.model import novelty, transformer
 from jaxrl.model.transformer import DTYPES, ModelConfig, Params
+
+VALUE = "value"
+NOVELTY = "novelty"
 
 Read = Callable[[Mapping[str, Array], Array], Mapping[str, Array]]
 Cache = tuple[tuple[Array, Array], ...]  # for each layer keys and values, [slot kv_head place size]
@@ -33,11 +36,25 @@ class Policy:
     config: ModelConfig
     mesh: Mesh | None
     rules: Rules
+    others: tuple[tuple[str, ModelConfig], ...] = ()  # models that are not of the student's form
+
+    def config_of(self, who: str) -> ModelConfig:
+        """The form of the model that scores under this name."""
+        return dict(self.others).get(who, self.config)
+
+    def form_of(self, who: str) -> "Policy":
+        """The policy of another model on the same mesh."""
+        return Policy(self.config_of(who), self.mesh, self.rules)
 
     @property
     def axes(self) -> dict[str, tuple[str | None, ...]]:
-        """Logical axes of each parameter."""
-        return transformer.logical_axes(self.config)
+        """Logical axes of each parameter of the student and of the others: a name means the same
+        in all of them, whatever its size."""
+        return {
+            name: axes
+            for config in (*(config for _, config in self.others), self.config)
+            for name, axes in transformer.logical_axes(config).items()
+        }
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -47,7 +64,8 @@ class Policy:
     @property
     def specs(self) -> dict[str, PartitionSpec]:
         """Partition of each parameter."""
-        return {name: spec(axes, self.rules) for name, axes in self.axes.items()}
+        own = transformer.logical_axes(self.config)
+        return {name: spec(axes, self.rules) for name, axes in own.items()}
 
     @property
     def shardings(self) -> dict[str, NamedSharding] | None:
@@ -78,11 +96,12 @@ class Policy:
         segment: Int[Array, "row token"],
     ) -> Float[Array, "row token embed"]:
         """Last hidden states. Raises ValueError if the rows do not divide over the mesh."""
-        require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
         model = transformer.bind(self.config, params)
-        return model.hidden(
-            tokens, position, segment, lambda x: self.constrain(x, ("rows", None, None))
-        )
+        return model.hidden(tokens, position, segment, self._by_rows(tokens))
+
+    def _by_rows(self, tokens: Array) -> Callable[[Array], Array]:
+        require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
+        return lambda x: self.constrain(x, ("rows", None, None))
 
     def logits(
         self, params: Params, hidden: Float[Array, "position embed"]
@@ -104,27 +123,26 @@ class Policy:
         predict, and the ids taken there; it returns arrays whose first axis is position. A scorer's
         name is "student" for ("student", "plain"), else "who/view".
 
-        x is 0 where there is nothing to score: padding, the first token of a segment (nothing of
-        its segment comes before), and tokens that a view of the scorers does not hold.
+        x is 0 where there is nothing to score: padding, and the first token of a segment (nothing
+        of its segment comes before). Where a view does not hold a token (``batch.held``) its logits
+        are finite and mean nothing.
+
+        ``value`` gives [position output], not divided by the temperature, and ``novelty``
+        [position layer]: the error of each of its networks on the rollout's view, at every token.
         """
         scored = begun(batch.segment)
         states: dict[str, Array] = {}
-        heads = {who: transformer.bind(self.config, params[who]) for who, _ in scorers}
+        heads: dict[str, Callable[[Array, Array], Array]] = {}
         for who, view in scorers:
-            states[scorer_name(who, view)], held = self._before(params[who], batch, view)
-            scored = scored & held
-        owner = {scorer_name(who, view): who for who, view in scorers}
+            name = scorer_name(who, view)
+            states[name], heads[name] = self._scorer(params, batch, who, view)
         rows, tokens = batch.tokens.shape
         cut, join = self._chunks(rows, tokens)
 
         @jax.checkpoint
         def look(piece: tuple[dict[str, Array], Array, Array]) -> Mapping[str, Array]:
             hidden, taken, temperature = piece
-            logits = {
-                name: heads[owner[name]].logits(x) / temperature[:, None]
-                for name, x in hidden.items()
-            }
-            return read(logits, taken)
+            return read({name: heads[name](x, temperature) for name, x in hidden.items()}, taken)
 
         pieces = jax.tree.map(
             cut, (states, batch.tokens, jnp.where(scored, batch.temperature, 1.0))
@@ -139,21 +157,52 @@ class Policy:
 
         return {name: finish(x) for name, x in found.items()}
 
-    def _before(self, params: Params, batch: Batch, view: str) -> tuple[Array, Array]:
-        """Hidden state just before each token of the plain row, and whether the view holds such a
+    def _scorer(
+        self, params: Mapping[str, Params], batch: Batch, who: str, view: str
+    ) -> tuple[Array, Callable[[Array, Array], Array]]:
+        """What a scorer knows just before each token, and what makes logits of it: (known,
+        temperature) -> logits.
+        """
+        if who == NOVELTY:
+            # The student's features; its parameters are not what is trained here.
+            student = jax.lax.stop_gradient(params["student"])
+            error = novelty.error(params[who], self._features(student, batch, view))
+            everywhere = (*batch.tokens.shape, error.shape[-1])
+            return jnp.broadcast_to(error[:, None, :], everywhere), lambda x, _: x
+        model = self.form_of(who)
+        known = model._before(params[who], batch, view)
+        logits = transformer.bind(model.config, params[who]).logits
+        if model.config.outputs:
+            return known, lambda x, _: logits(x)
+        return known, lambda x, temperature: logits(x) / temperature[:, None]
+
+    def _before(self, params: Params, batch: Batch, view: str) -> Array:
+        """Hidden state just before each token of the plain row; 0 where the view has no such
         place.
         """
+        held = batch.held(view)
         if view == "plain":
             states = self.hidden(params, batch.tokens, batch.position, batch.segment)
-            return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1], jnp.ones(
-                batch.tokens.shape, bool
-            )
-        if view not in batch.views:
-            raise ValueError(f"view {view!r} is not in the batch; it holds: {sorted(batch.views)}")
-        held = batch.views[view]
-        states = self.hidden(params, held.tokens, held.position, held.segment)
-        before = jnp.maximum(held.index - 1, 0)
-        return jnp.take_along_axis(states, before[:, :, None], axis=1), held.index > 0
+            return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        shown = batch.views[view]
+        states = self.hidden(params, shown.tokens, shown.position, shown.segment)
+        before = jnp.maximum(shown.index - 1, 0)
+        states = jnp.take_along_axis(states, before[:, :, None], axis=1)
+        return jnp.where(held[:, :, None], states, 0)
+
+    def _features(self, params: Params, batch: Batch, view: str) -> Array:
+        """The student's states over a rollout's own action tokens, [row layer embed]."""
+        model = transformer.bind(self.config, params)
+        if view == "plain":
+            shown, mask = batch, batch.acted
+        else:
+            shown = batch.views[view]
+            place = jnp.where(batch.acted & batch.held(view), shown.index, shown.tokens.shape[1])
+            rows = jnp.arange(place.shape[0])[:, None]
+            mask = jnp.zeros(shown.tokens.shape, bool).at[rows, place].set(True, mode="drop")
+        return model.features(
+            shown.tokens, shown.position, shown.segment, self._by_rows(shown.tokens), mask
+        )
 
     def _chunks(
         self, rows: int, tokens: int
@@ -262,21 +311,33 @@ def begun(segment: Int[Array, "row token"]) -> Array:
     return (segment != 0) & (segment == before)
 
 
-def build(config: ModelConfig, mesh: Mesh | None, rules: Rules) -> Policy:
-    """A policy. Raises ValueError naming the field, its value and what is allowed if the mesh does
+def build(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    rules: Rules,
+    others: Mapping[str, ModelConfig] | None = None,
+) -> Policy:
+    """A policy, with the forms of the other models that score beside it. Raises ValueError naming the field, its value and what is allowed if the mesh does
     not divide the model.
     """
-    sizes = {
-        "embed": ("model.width", config.width),
-        "heads": ("model.heads", config.heads),
-        "kv_heads": ("model.kv_heads", config.kv_heads),
-        "head": ("model.head_size", config.head_size),
-        "mlp": ("model.hidden", config.hidden),
-        "vocab": ("model.vocab_size", config.vocab_size),
-        "layers": ("model.layers", config.layers),
-    }
-    for logical, (field, value) in sizes.items():
-        require_divisible(field, value, mesh, rules[logical])
-    policy = Policy(config, mesh, rules)
+    others = others or {}
+    for who, form in {"model": config, **others}.items():
+        sizes = {
+            "embed": ("width", form.width),
+            "heads": ("heads", form.heads),
+            "kv_heads": ("kv_heads", form.kv_heads),
+            "head": ("head_size", form.head_size),
+            "mlp": ("hidden", form.hidden),
+            "vocab": ("vocab_size", form.vocab_size),
+            "layers": ("layers", form.layers),
+        }
+        for logical, (field, value) in sizes.items():
+            require_divisible(f"{who}.{field}", value, mesh, rules[logical])
+        if who != VALUE and form.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"scorers.{who}.model.vocab_size={form.vocab_size}; allowed: {config.vocab_size}, "
+                "the student's (logits are compared id by id)"
+            )
+    policy = Policy(config, mesh, rules, tuple(sorted(others.items())))
     policy.specs  # noqa: B018 - raises if two axes of a parameter claim one mesh axis
     return policy

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl.model import novelty
+
 FAMILIES = ("qwen3",)
 REMAT = ("none", "full", "dots")
 # Stacks up to this depth are unrolled inside the scan: its copies of what the backward pass needs
@@ -56,6 +58,7 @@ class ModelConfig:
     rope_theta: float
     norm_epsilon: float
     tied_head: bool
+    outputs: int  # 0: logits over the vocabulary; else so many numbers a position, untied
     dtype: str
     param_dtype: str
     remat: str
@@ -83,6 +86,8 @@ class ModelConfig:
             raise ValueError(
                 f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}"
             )
+        if self.outputs < 0:
+            raise ValueError(f"model.outputs={self.outputs} is not allowed: 0 or more")
         if self.head_size % 2:
             raise ValueError(f"model.head_size={self.head_size} is not allowed: even")
 
@@ -96,7 +101,7 @@ class Linear(nnx.Module):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[str, ...],
+        axes: tuple[str | None, ...],
         config: ModelConfig,
         rngs: nnx.Rngs,
         *,
@@ -258,8 +263,14 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(config.width, config)
         self.head = (
             None
-            if config.tied_head
+            if config.tied_head or config.outputs
             else Linear((config.width, config.vocab_size), ("embed", "vocab"), config, rngs)
+        )
+        # Its columns are too few to be split, hence another name and other axes than the head's.
+        self.output = (
+            Linear((config.width, config.outputs), ("embed", None), config, rngs)
+            if config.outputs
+            else None
         )
         self.dtype = DTYPES[config.dtype]
         self.remat = config.remat
@@ -276,14 +287,44 @@ class Decoder(nnx.Module):
         constrain: Callable[[Array], Array],
     ) -> Float[Array, "row token embed"]:
         """Last hidden states; a token sees the earlier tokens of its own segment and itself."""
+        return self.norm(self._through(tokens, position, segment, constrain, lambda x: None)[0])
+
+    def features(
+        self,
+        tokens: Int[Array, "row token"],
+        position: Int[Array, "row token"],
+        segment: Int[Array, "row token"],
+        constrain: Callable[[Array], Array],
+        mask: Bool[Array, "row token"],
+    ) -> Float[Array, "row layer embed"]:
+        """Mean over a row's counted tokens of the states at ``novelty.depths``, in float32; 0 where
+        none counts.
+        """
+
+        def pool(x: Array) -> Array:
+            return novelty.pooled(x, mask)
+
+        _, after = self._through(tokens, position, segment, constrain, pool)
+        each = jnp.concatenate([pool(self.embed(tokens))[None], after])
+        return jnp.moveaxis(each[jnp.array(novelty.depths(after.shape[0]))], 0, 1)
+
+    def _through(
+        self,
+        tokens: Array,
+        position: Array,
+        segment: Array,
+        constrain: Callable[[Array], Array],
+        note: Callable[[Array], Any],
+    ) -> tuple[Array, Any]:
+        """The states after the last block, and what ``note`` says of those after each."""
         mask = visible(segment)
         definition, stacked = nnx.split(self.blocks)
 
-        def body(x: Array, layer: Any) -> tuple[Array, None]:
+        def body(x: Array, layer: Any) -> tuple[Array, Any]:
             x, _, _ = nnx.merge(definition, layer)(
                 x, position, mask, lambda key, value: (key, value)
             )
-            return constrain(x), None
+            return constrain(x), note(x)
 
         if self.remat != "none":
             saved = (
@@ -294,8 +335,7 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(body, policy=saved)
         layers = jax.tree.leaves(stacked)[0].shape[0]
         unroll = layers if layers <= UNROLLED_LAYERS else 1
-        x, _ = jax.lax.scan(body, constrain(self.embed(tokens)), stacked, unroll=unroll)
-        return self.norm(x)
+        return jax.lax.scan(body, constrain(self.embed(tokens)), stacked, unroll=unroll)
 
     def layers(self) -> list[Block]:
         """The blocks one by one, for decoding: a scan would copy the cache at every step."""
@@ -308,7 +348,8 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "position embed"]) -> Float[Array, "position vocab"]:
         """Float32, accumulated in float32 whatever the compute dtype."""
-        kernel, axis = (self.embedding, 1) if self.head is None else (self.head.kernel, 0)
+        head = self.output or self.head
+        kernel, axis = (self.embedding, 1) if head is None else (head.kernel, 0)
         dimensions = (((hidden.ndim - 1,), (axis,)), ((), ()))
         return jax.lax.dot_general(
             hidden, kernel[...].astype(hidden.dtype), dimensions, preferred_element_type=jnp.float32

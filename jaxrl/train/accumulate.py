@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxrl.algorithms.contract import Algorithm, Reading
+from jaxrl.algorithms.contract import Algorithm, Lesson, Reading
 from jaxrl.batch import Batch, Credit
 from jaxrl.mesh import batch_sharding, spec
-from jaxrl.train.state import STUDENT, Params, Scorer
+from jaxrl.train.state import Params, Scorer
 
 # Names that no kernel gives: they have a slash.
 ADVANTAGE = "credit/advantage"
@@ -142,25 +142,30 @@ class Passes:
     """The two ways through the model, micro-batch after micro-batch: without and with a gradient.
 
     ``models`` maps who scores to all of its parameters; ``parts`` is the number of micro-batches.
+    ``who`` learns, by the verbs ``read`` and ``loss`` of ``verbs``.
     """
 
     policy: Scorer
-    algorithm: Algorithm
+    verbs: Algorithm | Lesson
     mesh: Mesh
+    who: str
 
     @property
     def rows(self) -> NamedSharding:
         """Where rows and rollouts live."""
         return batch_sharding(self.mesh, self.policy.rules)
 
-    def observe(self, models: Models, batch: Batch, parts: int) -> Reading:
+    def observe(
+        self, algorithm: Algorithm, models: Models, batch: Batch, parts: int
+    ) -> Reading:
         """``algorithm.observe`` over the whole of ``batch``; nothing if it observes nobody."""
-        if not self.algorithm.observers:
+        if not algorithm.observers:
             return {}
 
         def one(part: Batch) -> Reading:
-            observers = self.algorithm.observers
-            return _select(self.policy.score(models, part, self.algorithm.observe, observers), part)
+            return _select(
+                self.policy.score(models, part, algorithm.observe, algorithm.observers), part
+            )
 
         micros, _, _ = cut_taken((batch, {}, None), parts, self.rows)
         readings = jax.lax.map(one, micros)
@@ -171,14 +176,13 @@ class Passes:
         self, trainable: Params, models: Models, micro: Taken
     ) -> tuple[Float[Array, ""], dict[str, Tally]]:
         """The part of the update's loss that one micro-batch adds; differentiable by
-        ``trainable``, which is laid over the student of ``models``."""
+        ``trainable``, which is laid over the learner in ``models``."""
         batch, observed, credit = micro
         assert credit is not None
-        models = {**models, STUDENT: {**models[STUDENT], **trainable}}
-        reading = self.policy.score(models, batch, self.algorithm.read, self.algorithm.scorers)
-        token_loss, diagnostics = self.algorithm.loss(
-            _select(reading, batch), batch, observed, credit
-        )
+        fixed = {who: jax.lax.stop_gradient(params) for who, params in models.items()}
+        models = {**fixed, self.who: {**fixed[self.who], **trainable}}
+        reading = self.policy.score(models, batch, self.verbs.read, self.verbs.scorers)
+        token_loss, diagnostics = self.verbs.loss(_select(reading, batch), batch, observed, credit)
         return (token_loss * credit.weight).sum(), _tallies(diagnostics, batch, credit)
 
     def gradient(
@@ -205,8 +209,11 @@ class Passes:
     def _wide(self, grads: Params) -> Params:
         """Gradients live where their parameters do: without saying so, the sum is replicated."""
 
+        axes = self.policy.axes
+
         def one(name: str, x: Array) -> Array:
-            where = NamedSharding(self.mesh, spec(self.policy.axes[name], self.policy.rules))
+            entry = spec(axes[name], self.policy.rules) if name in axes else PartitionSpec()
+            where = NamedSharding(self.mesh, entry)
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
             return jax.lax.with_sharding_constraint(wide, where)
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, UInt32
 
-from jaxrl.algorithms.contract import Algorithm
+from jaxrl.algorithms.contract import Algorithm, everyone
 from jaxrl.batch import Batch
 from jaxrl.mesh import Rules, spec
 from jaxrl.train.optimizer import split
@@ -52,7 +52,7 @@ class Role:
 
     ``params`` and ``frozen`` are disjoint flat trees, name -> array; moments exist for ``params``
     only, and only where the role is trained. A role with ``ema_rate`` r > 0 follows the student: p
-    <- r p + (1 - r) student, once a take.
+    <- r p + (1 - r) student, after every update.
     """
 
     params: Params
@@ -79,7 +79,7 @@ class TrainState:
 
 def roles_of(algorithm: Algorithm) -> set[str]:
     """Names of the models that an algorithm reads, the student included."""
-    return {STUDENT} | {who for who, _ in (*algorithm.scorers, *algorithm.observers)}
+    return {STUDENT} | {who for who, _ in everyone(algorithm)}
 
 
 def moments(tx: optax.GradientTransformation, params: Params) -> optax.OptState:
@@ -87,6 +87,19 @@ def moments(tx: optax.GradientTransformation, params: Params) -> optax.OptState:
     return tx.init(
         jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
     )
+
+
+def scorer(
+    params: Mapping[str, jax.Array],
+    *,
+    tx: optax.GradientTransformation | None = None,
+    freeze: Sequence[str] = (),
+    ema_rate: float = 0.0,
+) -> Role:
+    """A role beside the student around a copy of ``params``: with moments if it has an optimizer,
+    else one that only scores, following the student at ``ema_rate``."""
+    trainable, frozen = split(jax.tree.map(jnp.copy, dict(params)), freeze)
+    return Role(trainable, frozen, moments(tx, trainable) if tx else (), ema_rate)
 
 
 def create(
@@ -97,21 +110,24 @@ def create(
     roles: Collection[str],
     key: jax.Array,
     step: int,
+    others: Mapping[str, Role] | None = None,
 ) -> TrainState:
-    """A fresh state around ``params``: new moments, and a copy of ``params`` as the reference if
-    ``roles`` names it.
+    """A fresh state around ``params``: new moments, a copy of ``params`` as the reference if
+    ``roles`` names it, and of ``others`` those that it names.
 
     The state owns its arrays: all of them are copies, since the step donates its state and donating
     an array twice, or one that somebody else reads, is a hard error. ``key`` is a typed key. Raises
-    ValueError for a role that nothing here can build, and as ``optimizer.split`` does.
+    ValueError for a role that is not there, and as ``optimizer.split`` does.
     """
-    unknown = sorted(set(roles) - {STUDENT, REFERENCE})
-    if unknown:
-        raise ValueError(f"scorers {unknown} are unknown; allowed: {STUDENT}, {REFERENCE}")
-    trainable, frozen = split(jax.tree.map(jnp.copy, dict(params)), freeze)
-    models = {STUDENT: Role(trainable, frozen, moments(tx, trainable), 0.0)}
+    models = {STUDENT: scorer(params, tx=tx, freeze=freeze)}
     if REFERENCE in roles:
-        models[REFERENCE] = Role(jax.tree.map(jnp.copy, dict(params)), {}, (), 0.0)
+        models[REFERENCE] = scorer(params)
+    others = others or {}
+    unknown = sorted(set(roles) - set(models) - set(others))
+    if unknown:
+        allowed = ", ".join([STUDENT, REFERENCE, *sorted(others)])
+        raise ValueError(f"scorers {unknown} are not there; allowed: {allowed}")
+    models |= {who: role for who, role in others.items() if who in roles}
     return TrainState(jnp.asarray(step, jnp.int32), jnp.copy(jax.random.key_data(key)), models)
 
 

@@ -4,6 +4,9 @@
     micro-batch credit      once, over the whole take update      epochs x minibatches times:
     micro-batch gradients are added, then one ``tx.update``
 
+Roles with an ``ema_rate`` follow the student after each update. Lessons come last: other roles that
+train on the same take, each with the models as they were at its start.
+
 An update without a weighted token, or with a gradient that is not finite, is skipped: parameters,
 moments and schedule stay as they are and a metric counts it. ``state.step`` counts takes and
 advances either way.
@@ -93,6 +96,15 @@ class Report:
     tallies: dict[str, Tally]
 
 
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """A role that is trained: by which passes, with which optimizer."""
+
+    who: str
+    passes: accumulate.Passes
+    tx: optax.GradientTransformation
+
+
 class Step:
     """(state, batch) -> (state, metrics), compiled once a bucket. The given state is consumed."""
 
@@ -103,10 +115,15 @@ class Step:
         tx: optax.GradientTransformation,
         mesh: Mesh,
         cuts: Mapping[str, int],
+        lesson_txs: Mapping[str, optax.GradientTransformation],
     ) -> None:
-        self.passes = accumulate.Passes(policy, algorithm, mesh)
-        self.policy, self.algorithm, self.tx, self.mesh = policy, algorithm, tx, mesh
+        self.policy, self.algorithm, self.mesh = policy, algorithm, mesh
         self.cuts = cuts
+        self.student = Learner(STUDENT, accumulate.Passes(policy, algorithm, mesh, STUDENT), tx)
+        self.pupils = [
+            Learner(who, accumulate.Passes(policy, lesson, mesh, who), lesson_txs[who])
+            for who, lesson in algorithm.lessons
+        ]
         self.trace_count = 0
         self._compiled: Any = None
 
@@ -117,7 +134,7 @@ class Step:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             self._compiled = jax.jit(
                 self.take,
-                in_shardings=(where, self.passes.rows),
+                in_shardings=(where, self.student.passes.rows),
                 out_shardings=(where, everywhere),
                 donate_argnums=0,
             )
@@ -134,29 +151,30 @@ class Step:
 
     def observe(self, models: Models, batch: Batch, plan: Plan) -> Reading:
         """What the algorithm observes with these parameters."""
-        return self.passes.observe(models, batch, batch.valid.shape[0] // plan.micro)
+        parts = batch.valid.shape[0] // plan.micro
+        return self.student.passes.observe(self.algorithm, models, batch, parts)
 
     def update(
-        self, student: Role, others: Models, taken: Taken, plan: Plan
+        self, learner: Learner, role: Role, others: Models, taken: Taken, plan: Plan
     ) -> tuple[Role, Report]:
-        """One update of the student from the rollouts of ``taken``; the same role if skipped."""
+        """One update of a role from the rollouts of ``taken``; the same role if skipped."""
         batch, observed, credit = taken
-        models = {**others, STUDENT: student.all}
+        models = {**others, learner.who: role.all}
         if credit is None:  # refresh = "update"; what came with the batch is the start of the take
             start = {f"start/{name}": x for name, x in observed.items()}
             now = observed if plan.updates == 1 else self.observe(models, batch, plan)
             observed = {**now, **start}
             credit = self.algorithm.credit(batch, observed)
-        loss, grads, tallies = self.passes.gradient(
-            student.params, models, (batch, observed, credit), plan.update // plan.micro
+        loss, grads, tallies = learner.passes.gradient(
+            role.params, models, (batch, observed, credit), plan.update // plan.micro
         )
         norm = optax.tree.norm(grads)
         empty = ~(credit.weight != 0).any()
         made = ~empty & jnp.isfinite(norm) & jnp.isfinite(loss)
-        changes, opt_state = self.tx.update(grads, student.opt_state, student.params)
-        after = (optax.apply_updates(student.params, changes), opt_state)
+        changes, opt_state = learner.tx.update(grads, role.opt_state, role.params)
+        after = (optax.apply_updates(role.params, changes), opt_state)
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(made, new, old), after, (student.params, student.opt_state)
+            lambda new, old: jnp.where(made, new, old), after, (role.params, role.opt_state)
         )
         changed = optax.tree.norm(changes)
         numbers = {"loss/total": loss, "optim/grad_norm": norm, "optim/update_norm": changed}
@@ -166,43 +184,64 @@ class Step:
             numbers={name: tally(x, made) for name, x in numbers.items()},
             tallies={name: t.only_if(made) for name, t in tallies.items()},
         )
-        return dataclasses.replace(student, params=params, opt_state=opt_state), report
+        return dataclasses.replace(role, params=params, opt_state=opt_state), report
+
+    def updates(
+        self, learner: Learner, roles: Mapping[str, Role], taken: Taken, plan: Plan
+    ) -> tuple[Role, dict[str, Role], Report]:
+        """All updates of a take: the learner after them, the roles that followed it, reports."""
+        follows = learner.who == STUDENT
+        followers = {w: r for w, r in roles.items() if follows and r.ema_rate > 0}
+        still = {w: r.all for w, r in roles.items() if w not in followers and w != learner.who}
+
+        def update(carry: Any, part: Taken) -> tuple[Any, Report]:
+            role, behind = carry
+            others = {**still, **{who: each.all for who, each in behind.items()}}
+            role, report = self.update(learner, role, others, part, plan)
+            return (role, {w: follow(r, role, report.made) for w, r in behind.items()}), report
+
+        def epoch(carry: Any, _: None) -> tuple[Any, Report]:
+            return jax.lax.scan(update, carry, taken)
+
+        start = roles[learner.who], followers
+        (role, behind), reports = jax.lax.scan(epoch, start, None, length=plan.epochs)
+        return role, behind, reports
 
     def take(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """All updates of one take. Pure; jitted by ``__call__``."""
         self.trace_count += 1  # runs when traced, not when called
         plan = self.plan(batch.valid.shape[0])
         batch = accumulate.sanitised(batch)
-        student = state.roles[STUDENT]
-        others = {who: role.all for who, role in state.roles.items() if who != STUDENT}
-        observed = self.observe({**others, STUDENT: student.all}, batch, plan)
+        roles = dict(state.roles)
+        observed = self.observe({who: role.all for who, role in roles.items()}, batch, plan)
+
+        def cut(credit: Any) -> Taken:
+            rows = self.student.passes.rows
+            return accumulate.cut_taken((batch, observed, credit), plan.minibatches, rows)
+
         once = self.algorithm.refresh == "take"
         credit = self.algorithm.credit(batch, observed) if once else None
-        taken = accumulate.cut_taken((batch, observed, credit), plan.minibatches, self.passes.rows)
-
-        def update(role: Role, part: Taken) -> tuple[Role, Report]:
-            return self.update(role, others, part, plan)
-
-        def epoch(role: Role, _: None) -> tuple[Role, Report]:
-            return jax.lax.scan(update, role, taken)
-
-        trained, reports = jax.lax.scan(epoch, student, None, length=plan.epochs)
+        student, behind, reports = self.updates(self.student, roles, cut(credit), plan)
         metrics = (
             report_metrics(reports)
             | batch_metrics(batch, observed)
-            | optimizer_metrics(student.params, trained)
+            | optimizer_metrics(roles[STUDENT].params, student)
         )
-        roles = {who: follow(role, trained) for who, role in state.roles.items() if who != STUDENT}
-        return TrainState(state.step + 1, state.key, roles | {STUDENT: trained}), finite(metrics)
+        changed = {STUDENT: student, **behind}
+        for pupil, (_, lesson) in zip(self.pupils, self.algorithm.lessons, strict=True):
+            part = cut(lesson.credit(batch, observed))
+            changed[pupil.who], _, reports = self.updates(pupil, roles, part, plan)
+            told = report_metrics(reports)
+            metrics |= {f"{pupil.who}/{name}": value for name, value in told.items()}
+        return TrainState(state.step + 1, state.key, roles | changed), finite(metrics)
 
 
-def follow(role: Role, student: Role) -> Role:
-    """A role with ``ema_rate`` moves towards the student; others stay, bit for bit."""
-    if role.ema_rate == 0:
-        return role
+def follow(role: Role, student: Role, made: Array) -> Role:
+    """A moving average goes on towards the student, if there was an update."""
 
     def move(old: Array, new: Array) -> Array:
-        return (role.ema_rate * old + (1 - role.ema_rate) * new).astype(old.dtype)
+        mixed = role.ema_rate * old + (1 - role.ema_rate) * new
+        return jnp.where(made, mixed, old).astype(old.dtype)
 
     return dataclasses.replace(
         role, params={name: move(x, student.all[name]) for name, x in role.params.items()}
@@ -278,12 +317,14 @@ def make_step(
     minibatches: int,
     micro_rollouts: int,
     rollouts_per_group: int,
+    lesson_txs: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> Step:
     """The step of a phase.
 
     ``policy`` has ``score``, ``axes`` and ``rules`` as ``model/policy.py``'s. A take is cut into
     ``minibatches`` equal updates at group borders and walked through ``epochs`` times; an update
-    goes through the model ``micro_rollouts`` at a time. Cuts that do not fit raise ValueError (see
+    goes through the model ``micro_rollouts`` at a time. ``lesson_txs`` are the optimizers of other
+    roles that the algorithm trains; ValueError naming those that lack. Cuts that do not fit raise ValueError (see
     ``Plan``) when the first batch comes.
     """
     cuts = {
@@ -292,4 +333,8 @@ def make_step(
         "micro_rollouts": micro_rollouts,
         "rollouts_per_group": rollouts_per_group,
     }
-    return Step(policy, algorithm, tx, mesh, cuts)
+    lesson_txs = lesson_txs or {}
+    lacking = sorted({who for who, _ in algorithm.lessons} - set(lesson_txs))
+    if lacking:
+        raise ValueError(f"the algorithm trains {lacking}; allowed: roles with an optimizer")
+    return Step(policy, algorithm, tx, mesh, cuts, lesson_txs)

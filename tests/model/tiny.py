@@ -30,6 +30,7 @@ CONFIG = ModelConfig(
     rope_theta=10_000.0,
     norm_epsilon=1e-6,
     tied_head=True,
+    outputs=0,
     dtype="float32",
     param_dtype="float32",
     remat="none",

@@ -31,13 +31,20 @@ from tests.train.toy import (
 
 SGD = optax.sgd(1.0)  # the update is minus the gradient
 
-GRPO = {
+TRUST = {
     "clip_low": 0.2,
     "clip_high": 0.3,
     "dual_clip": 3.0,
+    "mismatch": "truncate",
+    "mismatch_low": 0.0,
+    "mismatch_high": 2.0,
+}
+GRPO = {
+    "trust": TRUST,
     "kl_weight": 0.0,
-    "mismatch_cap": 2.0,
     "scale_by_std": False,
+    "full_group": 0.0,
+    "mask_limit": math.inf,
     "weighting": "token_mean",
     "length_tokens": 0,
 }
@@ -62,6 +69,7 @@ class Charge:
     observers = ()
     refresh = "take"
     coupled = False
+    lessons = ()
     needs = ("charge",)
 
     def observe(self, logits, taken):
