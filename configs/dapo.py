@@ -18,10 +18,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.algorithm = ConfigDict(
         {
             "name": "dapo",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "dual_clip": 3.0,  # bound on the ratio where the advantage is negative; inf: none
-            "mismatch_cap": 2.0,  # on trainer over sampler probability; inf: not corrected
+            "trust": base.TRUST | {"clip_high": 0.28},
             "dynamic_sampling": True,  # groups whose rewards are all equal are refused and refilled
             "overlong_penalty": 1.0,  # taken off the reward at the limit; 0: no shaping
             "overlong_limit_tokens": limit,

@@ -17,12 +17,11 @@ def get_config(variant: str = "") -> ConfigDict:
     config.algorithm = ConfigDict(
         {
             "name": "grpo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "dual_clip": 3.0,  # bound on the ratio where the advantage is negative; inf: none
+            "trust": base.TRUST,
             "kl_weight": 0.0,  # of KL(policy, reference); 0: no reference is scored
-            "mismatch_cap": 2.0,  # on trainer over sampler probability; inf: not corrected
             "scale_by_std": True,
+            "full_group": 0.0,  # group size whose scale all groups get; 0: no factor, inf: n/(n-1)
+            "mask_limit": float("inf"),  # nats a token; inf: bad rollouts are never dropped
             "weighting": "rollout_mean",
             "length_tokens": 0,  # of weighting="fixed_length" only: sampler.max_new_tokens
         }

@@ -14,13 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.algorithms.contract import Diagnostics, Logits, Reading
 from jaxrl.batch import Batch, Credit
-from jaxrl.kernels.divergences import k3
 from jaxrl.kernels.grades import overlong_penalty
 from jaxrl.kernels.groups import group_scale
-from jaxrl.kernels.ratios import token_ratio, truncated_ratio
 from jaxrl.kernels.readings import entropy, taken_logp
 from jaxrl.kernels.steps import over_tokens, rollout_sum
-from jaxrl.kernels.surrogates import clipped_surrogate, dual_clip
+from jaxrl.kernels.trust import Trust, trusted_surrogate
 from jaxrl.kernels.weights import token_mean
 
 
@@ -28,10 +26,7 @@ from jaxrl.kernels.weights import token_mean
 class Algorithm:
     """Raises ValueError naming a field that is out of range."""
 
-    clip_low: float  # ratios below 1 - clip_low are clipped, in [0, 1)
-    clip_high: float  # ratios above 1 + clip_high are clipped, >= 0
-    dual_clip: float  # bound on the ratio of tokens with negative advantage, > 1; inf: none
-    mismatch_cap: float  # on trainer over sampler probability (TIS), >= 1; inf: not corrected
+    trust: Trust
     dynamic_sampling: bool  # refuse groups whose valid rewards are all equal
     overlong_penalty: float  # taken off the reward at the limit, >= 0; 0: no shaping
     overlong_limit_tokens: int  # response length of the full penalty: sampler.max_new_tokens
@@ -49,10 +44,6 @@ class Algorithm:
     def __post_init__(self) -> None:
         limit = self.overlong_limit_tokens
         bad = {
-            "clip_low": (0 <= self.clip_low < 1, "0 <= clip_low < 1"),
-            "clip_high": (self.clip_high >= 0, "clip_high >= 0"),
-            "dual_clip": (self.dual_clip > 1, "dual_clip > 1, inf for none"),
-            "mismatch_cap": (self.mismatch_cap >= 1, "mismatch_cap >= 1, inf for none"),
             "overlong_penalty": (0 <= self.overlong_penalty < math.inf, "0 <= penalty < inf"),
             "overlong_limit_tokens": (limit > 0, "> 0"),
             "overlong_buffer_tokens": (0 < self.overlong_buffer_tokens <= limit, f"1 to {limit}"),
@@ -90,28 +81,17 @@ class Algorithm:
     def loss(
         self, reading: Reading, batch: Batch, observed: Reading, credit: Credit
     ) -> tuple[Float[Array, "row token"], Diagnostics]:
-        """Clipped policy term, corrected for the sampler."""
-        logp, old_logp = reading["logp"], observed["old_logp"]
-        token_loss, diagnostics = clipped_surrogate(
-            token_ratio(logp, old_logp),
+        """Policy term within the bounds of trust."""
+        token_loss, diagnostics = trusted_surrogate(
+            reading["logp"],
+            observed["old_logp"],
+            batch.sampler_logp,
             credit.advantage,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
+            batch.rollout,
+            batch.acted,
+            trust=self.trust,
         )
-        token_loss, dual = dual_clip(token_loss, credit.advantage, cap=self.dual_clip)
-        diagnostics |= dual | {
-            "entropy": observed["entropy"],
-            "old_kl": k3(old_logp, logp),  # tokens are drawn from the old policy: KL(old, current)
-            "sampler_kl": k3(batch.sampler_logp, old_logp),
-        }
-        if self.mismatch_cap < math.inf:
-            mismatch = truncated_ratio(old_logp, batch.sampler_logp, cap=self.mismatch_cap)
-            token_loss = mismatch * token_loss
-            diagnostics |= {
-                "mismatch": mismatch,
-                "mismatch_truncated": mismatch >= self.mismatch_cap,
-            }
-        return token_loss, diagnostics
+        return token_loss, diagnostics | {"entropy": observed["entropy"]}
 
     def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
         """With dynamic sampling: whether the finite rewards, as the verifier gave them, differ."""

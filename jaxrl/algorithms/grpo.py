@@ -1,9 +1,9 @@
 """GRPO: group-relative advantages under PPO's clipped ratio.
 
-A_i = R_i - mean (/ std) over the prompt's valid rollouts; token loss -min(r A, clip(r) A) with r =
-exp(logp - old_logp), times the truncated trainer-to-sampler ratio, plus kl_weight times a term with
-the gradient of KL(policy, reference). Sources: GRPO arXiv 2402.03300; without std and with fixed
-length Dr. GRPO, arXiv 2503.20783.
+A_i = R_i - mean (/ std) over the prompt's valid rollouts; the token loss is kernels/trust.py's
+(clipped ratio to the take's start, dual clip, correction for the sampler), plus kl_weight times a
+term with the gradient of KL(policy, reference). Sources: GRPO arXiv 2402.03300; without std and
+with fixed length Dr. GRPO, arXiv 2503.20783; off-policy masking DeepSeek-V3.2, arXiv 2512.02556.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from jaxrl.algorithms.contract import Diagnostics, Logits, Reading
 from jaxrl.batch import Batch, Credit
 from jaxrl.kernels.divergences import k3, reverse_kl_loss
-from jaxrl.kernels.groups import group_center, group_scale
-from jaxrl.kernels.ratios import token_ratio, truncated_ratio
+from jaxrl.kernels.groups import group_center, group_scale, size_factor
+from jaxrl.kernels.ratios import rollout_mask
 from jaxrl.kernels.readings import entropy, taken_logp
 from jaxrl.kernels.steps import over_tokens
-from jaxrl.kernels.surrogates import clipped_surrogate, dual_clip
+from jaxrl.kernels.trust import Trust, trusted_surrogate
 from jaxrl.kernels.weights import fixed_length, rollout_mean, rollout_sum_mean, token_mean
 
 WEIGHTINGS = ("token_mean", "rollout_mean", "rollout_sum_mean", "fixed_length")
@@ -31,12 +31,11 @@ WEIGHTINGS = ("token_mean", "rollout_mean", "rollout_sum_mean", "fixed_length")
 class Algorithm:
     """Raises ValueError naming a field that is out of range."""
 
-    clip_low: float  # ratios below 1 - clip_low are clipped, in [0, 1)
-    clip_high: float  # ratios above 1 + clip_high are clipped, >= 0
-    dual_clip: float  # bound on the ratio of tokens with negative advantage, > 1; inf: none
+    trust: Trust
     kl_weight: float  # of KL(policy, reference), >= 0; 0: no reference is scored
-    mismatch_cap: float  # on trainer over sampler probability (TIS), >= 1; inf: not corrected
     scale_by_std: bool  # divide advantages by the group's standard deviation
+    full_group: float  # advantages get the scale of a group so large, > 1, inf; 0: as they are
+    mask_limit: float  # nats a token: drop bad rollouts that have fallen further; inf: none
     weighting: str  # one of WEIGHTINGS
     length_tokens: int  # divisor of fixed_length, > 0; 0 for the other weightings
 
@@ -48,11 +47,9 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         bad = {
-            "clip_low": (0 <= self.clip_low < 1, "0 <= clip_low < 1"),
-            "clip_high": (self.clip_high >= 0, "clip_high >= 0"),
-            "dual_clip": (self.dual_clip > 1, "dual_clip > 1, inf for none"),
             "kl_weight": (0 <= self.kl_weight < math.inf, "0 <= kl_weight < inf"),
-            "mismatch_cap": (self.mismatch_cap >= 1, "mismatch_cap >= 1, inf for none"),
+            "full_group": (self.full_group == 0 or self.full_group > 1, "0, or > 1"),
+            "mask_limit": (self.mask_limit > 0, "> 0, inf for none"),
             "weighting": (self.weighting in WEIGHTINGS, f"one of {WEIGHTINGS}"),
             "length_tokens": (
                 (self.length_tokens > 0) == (self.weighting == "fixed_length"),
@@ -81,6 +78,8 @@ class Algorithm:
         acted, rollout = batch.acted, batch.rollout
         relative = group_scale if self.scale_by_std else group_center
         advantage = relative(batch.reward, batch.group, batch.valid)
+        if self.full_group > 0:
+            advantage = advantage * size_factor(batch.group, batch.valid, full=self.full_group)
         minibatch = batch.minibatch[rollout]
         if self.weighting == "token_mean":
             weight = token_mean(minibatch, acted)
@@ -99,27 +98,17 @@ class Algorithm:
     def loss(
         self, reading: Reading, batch: Batch, observed: Reading, credit: Credit
     ) -> tuple[Float[Array, "row token"], Diagnostics]:
-        """Clipped policy term, corrected for the sampler, plus the KL term (not corrected)."""
+        """Policy term within the bounds of trust, plus the KL term (corrected for nothing)."""
         logp, old_logp = reading["logp"], observed["old_logp"]
-        token_loss, diagnostics = clipped_surrogate(
-            token_ratio(logp, old_logp),
-            credit.advantage,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
+        arrays = (credit.advantage, batch.rollout, batch.acted)
+        token_loss, diagnostics = trusted_surrogate(
+            logp, old_logp, batch.sampler_logp, *arrays, trust=self.trust
         )
-        token_loss, dual = dual_clip(token_loss, credit.advantage, cap=self.dual_clip)
-        diagnostics |= dual | {
-            "entropy": observed["entropy"],
-            "old_kl": k3(old_logp, logp),  # tokens are drawn from the old policy: KL(old, current)
-            "sampler_kl": k3(batch.sampler_logp, old_logp),
-        }
-        if self.mismatch_cap < math.inf:
-            mismatch = truncated_ratio(old_logp, batch.sampler_logp, cap=self.mismatch_cap)
-            token_loss = mismatch * token_loss
-            diagnostics |= {
-                "mismatch": mismatch,
-                "mismatch_truncated": mismatch >= self.mismatch_cap,
-            }
+        diagnostics |= {"entropy": observed["entropy"]}
+        if self.mask_limit < math.inf:
+            kept = rollout_mask(logp, old_logp, *arrays, limit=self.mask_limit)
+            token_loss *= kept
+            diagnostics |= {"rollout_masked": 1 - kept}
         if self.kl_weight > 0:
             ref_logp = observed["ref_logp"]
             token_loss += self.kl_weight * reverse_kl_loss(logp, old_logp, ref_logp)

@@ -11,11 +11,17 @@ from jaxrl.algorithms.contract import load
 from tests.algorithms.batches import batch_of, credited, differences, logps, update
 from tests.papers import dapo as paper
 
-PLAIN = {
+TRUST = {
     "clip_low": 0.2,
     "clip_high": 0.28,
     "dual_clip": math.inf,
-    "mismatch_cap": math.inf,
+    "mismatch": "none",
+    "mismatch_low": 0.0,
+    "mismatch_high": math.inf,
+}
+CAPPED = {"mismatch": "truncate", "mismatch_high": 1.5}
+PLAIN = {
+    "trust": TRUST,
     "dynamic_sampling": True,
     "overlong_penalty": 0.0,
     "overlong_limit_tokens": 4,
@@ -50,8 +56,8 @@ def observed_at(batch):
     [
         {},
         {"overlong_penalty": 0.7},
-        {"drop_truncated": True, "dual_clip": 1.5},
-        {"mismatch_cap": 1.5, "overlong_penalty": 0.7, "drop_truncated": True},
+        {"drop_truncated": True, "trust": TRUST | {"dual_clip": 1.5}},
+        {"trust": TRUST | CAPPED, "overlong_penalty": 0.7, "drop_truncated": True},
     ],
     ids=lambda change: "-".join(change) or "plain",
 )
@@ -82,12 +88,11 @@ def test_without_its_switches_it_is_grpo_under_token_mean():
     batch = small()
     grpo = load(
         "grpo",
-        clip_low=0.2,
-        clip_high=0.28,
-        dual_clip=math.inf,
+        trust=TRUST,
         kl_weight=0.0,
-        mismatch_cap=math.inf,
         scale_by_std=True,
+        full_group=0.0,
+        mask_limit=math.inf,
         weighting="token_mean",
         length_tokens=0,
     )
@@ -130,10 +135,6 @@ def test_dynamic_sampling_tests_the_rewards_of_the_verifier(rewards, kept):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("clip_low", -0.1),
-        ("clip_high", -0.1),
-        ("dual_clip", 0.5),
-        ("mismatch_cap", 0.0),
         ("overlong_penalty", -1.0),
         ("overlong_limit_tokens", 0),
         ("overlong_buffer_tokens", 5),
@@ -142,3 +143,12 @@ def test_dynamic_sampling_tests_the_rewards_of_the_verifier(rewards, kept):
 def test_a_bad_field_is_named(field, value):
     with pytest.raises(ValueError, match=f"algorithm.{field}="):
         load("dapo", **PLAIN | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("clip_low", -0.1), ("clip_high", -0.1), ("dual_clip", 0.5), ("mismatch_high", 0.0)],
+)
+def test_a_bad_bound_is_named(field, value):
+    with pytest.raises(ValueError, match=f"trust.{field}="):
+        load("dapo", **PLAIN | {"trust": TRUST | {field: value}})

@@ -11,13 +11,21 @@ from jaxrl.algorithms.contract import load
 from tests.algorithms.batches import batch_of, credited, differences, logps, ragged, update
 from tests.papers import grpo as paper
 
-PLAIN = {
+TRUST = {
     "clip_low": 0.2,
     "clip_high": 0.2,
     "dual_clip": math.inf,
+    "mismatch": "none",
+    "mismatch_low": 0.0,
+    "mismatch_high": math.inf,
+}
+CAPPED = {"mismatch": "truncate", "mismatch_high": 1.5}
+PLAIN = {
+    "trust": TRUST,
     "kl_weight": 0.0,
-    "mismatch_cap": math.inf,
     "scale_by_std": True,
+    "full_group": 0.0,
+    "mask_limit": math.inf,
     "weighting": "rollout_mean",
     "length_tokens": 0,
 }
@@ -39,9 +47,10 @@ def small(seed=3):
     [
         {},
         {"scale_by_std": False, "weighting": "fixed_length", "length_tokens": 3},
-        {"weighting": "token_mean", "clip_high": 0.28, "dual_clip": 1.5},
+        {"weighting": "token_mean", "trust": TRUST | {"clip_high": 0.28, "dual_clip": 1.5}},
         {"weighting": "rollout_sum_mean", "kl_weight": 0.3},
-        {"mismatch_cap": 1.5, "kl_weight": 0.3},
+        {"trust": TRUST | CAPPED, "kl_weight": 0.3},
+        {"full_group": 3.0, "mask_limit": 0.1},
     ],
     ids=lambda change: "-".join(change) or "plain",
 )
@@ -100,7 +109,7 @@ def test_case_26_mismatch_weights_in_the_loss():
     old_logp = batch.sampler_logp + jnp.log(jnp.asarray([1, 1, 1, 4, 0.25, 1]))
     parameters = PLAIN | {
         "scale_by_std": False,
-        "mismatch_cap": 2.0,
+        "trust": TRUST | {"mismatch": "truncate", "mismatch_high": 2.0},
         "weighting": "fixed_length",
         "length_tokens": 1,
     }
@@ -136,11 +145,9 @@ def test_cases_19_and_20_micro_batches_change_nothing(micro):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("clip_low", 1.0),
-        ("clip_high", -0.1),
-        ("dual_clip", 1.0),
         ("kl_weight", -0.1),
-        ("mismatch_cap", 0.5),
+        ("full_group", 1.0),
+        ("mask_limit", 0.0),
         ("weighting", "seq"),
         ("length_tokens", 8),
     ],
@@ -150,8 +157,20 @@ def test_a_bad_field_is_named(field, value):
         load("grpo", **PLAIN | {field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("clip_low", 1.0), ("clip_high", -0.1), ("dual_clip", 1.0), ("mismatch_high", 0.5)],
+)
+def test_a_bad_bound_is_named(field, value):
+    with pytest.raises(ValueError, match=f"trust.{field}="):
+        load("grpo", **PLAIN | {"trust": TRUST | {field: value}})
+
+
 def test_missing_and_unknown_fields_are_named():
+    trust = {k.replace("p_high", "phigh"): v for k, v in TRUST.items()}
     with pytest.raises(TypeError, match=r"unknown: \['cliphigh'\]; missing: \['clip_high'\]"):
-        load("grpo", **{k.replace("_high", "high"): v for k, v in PLAIN.items()})
-    with pytest.raises(ValueError, match="algorithm.name='grop' is unknown; allowed: dapo, grpo"):
+        load("grpo", **PLAIN | {"trust": trust})
+    with pytest.raises(TypeError, match=r"unknown: \['scalebystd'\]; missing: \['scale_by_std'\]"):
+        load("grpo", **{k.replace("scale_by_", "scaleby"): v for k, v in PLAIN.items()})
+    with pytest.raises(ValueError, match="algorithm.name='grop' is unknown; allowed: .*dapo, "):
         load("grop")

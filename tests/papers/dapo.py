@@ -19,6 +19,7 @@ def keep(rewards):
 
 def loss(logp, old_logp, sampler_logp, reward, group, valid, truncated, acted, p):
     """Loss of one update; ``p`` holds the method's parameters by name."""
+    trust = p["trust"]
     shaped = []
     for i, r in enumerate(reward):
         length = sum(1 for counts in acted[i] if counts and valid[i])
@@ -37,13 +38,13 @@ def loss(logp, old_logp, sampler_logp, reward, group, valid, truncated, acted, p
             if not counts:
                 continue
             ratio = math.exp(max(-20, min(20, logp[i][t] - old_logp[i][t])))
-            clipped = max(1 - p["clip_low"], min(1 + p["clip_high"], ratio))
+            clipped = max(1 - trust["clip_low"], min(1 + trust["clip_high"], ratio))
             x = -min(ratio * advantage, clipped * advantage)
             if advantage < 0:
-                x = min(x, -advantage * p["dual_clip"])
-            if p["mismatch_cap"] < math.inf:
+                x = min(x, -advantage * trust["dual_clip"])
+            if trust["mismatch"] == "truncate":
                 gap = max(-20, min(20, old_logp[i][t] - sampler_logp[i][t]))
-                x *= min(math.exp(gap), p["mismatch_cap"])
+                x *= min(math.exp(gap), trust["mismatch_high"])
             total += x
             tokens += 1
     return total / max(tokens, 1)

@@ -48,6 +48,12 @@ def kl_term(logp, old_logp, ref_logp):
     return math.exp(clamp(logp - old_logp, -20, 20)) * (math.exp(gap) - 1 - gap)
 
 
+def fallen(logp, old_logp, acted):
+    """Mean over the response of old_logp - logp."""
+    gaps = [b - a for a, b, counts in zip(logp, old_logp, acted, strict=True) if counts]
+    return sum(gaps) / max(len(gaps), 1)
+
+
 def reduce(token_loss, acted, weighting, length):
     """Token losses of one update -> its loss. Rollouts without a counted token are left out."""
     rows = [
@@ -69,7 +75,13 @@ def reduce(token_loss, acted, weighting, length):
 
 def loss(logp, old_logp, sampler_logp, ref_logp, reward, group, valid, acted, p):
     """Loss of one update; ``p`` holds the method's parameters by name."""
+    trust = p["trust"]
     advantage = advantages(reward, group, valid, p["scale_by_std"])
+    if p["full_group"] > 0:
+        for i, label in enumerate(group):
+            n = sum(1 for j in range(len(group)) if valid[j] and group[j] == label)
+            if n > 1:
+                advantage[i] *= (1 - 1 / p["full_group"]) / (1 - 1 / n)
     token_loss = []
     for i in range(len(reward)):
         row = []
@@ -78,13 +90,15 @@ def loss(logp, old_logp, sampler_logp, ref_logp, reward, group, valid, acted, p)
                 logp[i][t],
                 old_logp[i][t],
                 advantage[i],
-                p["clip_low"],
-                p["clip_high"],
-                p["dual_clip"],
+                trust["clip_low"],
+                trust["clip_high"],
+                trust["dual_clip"],
             )
-            if p["mismatch_cap"] < math.inf:
+            if trust["mismatch"] == "truncate":
                 gap = clamp(old_logp[i][t] - sampler_logp[i][t], -20, 20)
-                x *= min(math.exp(gap), p["mismatch_cap"])
+                x *= min(math.exp(gap), trust["mismatch_high"])
+            if advantage[i] < 0 and fallen(logp[i], old_logp[i], acted[i]) > p["mask_limit"]:
+                x = 0.0
             if p["kl_weight"] > 0:  # the KL term is not corrected for the sampler
                 x += p["kl_weight"] * kl_term(logp[i][t], old_logp[i][t], ref_logp[i][t])
             row.append(x)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.algorithms.contract import load, names
 from jaxrl.pool.rollout import ACTION, FEEDBACK, PROMPT
-from tests.train.test_step import GRPO, run, trained
+from tests.train.test_step import GRPO, TRUST, run, trained
 from tests.train.toy import Bigram, batch_of, group, rollout
 
 PARAMETERS = {
@@ -17,10 +17,7 @@ PARAMETERS = {
     "rloo": {"mismatch_cap": 2.0},
     "grpo": GRPO,
     "dapo": {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "dual_clip": 3.0,
-        "mismatch_cap": 2.0,
+        "trust": TRUST,
         "dynamic_sampling": True,
         "overlong_penalty": 0.0,
         "overlong_limit_tokens": 4,
