@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.groups import group_center, group_mean, group_scale, group_sum, leave_one_out
+from jaxrl.kernels.groups import (
+    group_center,
+    group_mean,
+    group_quantile,
+    group_scale,
+    group_sum,
+    leave_one_out,
+)
 
 
 def call(kernel, x, group, mask=None):
@@ -64,3 +71,17 @@ def test_leave_one_out():
     np.testing.assert_allclose(
         call(leave_one_out, x, group), 1.5 * call(group_center, x, group), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])
+def test_group_quantile_is_numpys(fraction):
+    rng = np.random.default_rng(0)
+    x, group, mask = rng.normal(size=30), rng.integers(0, 6, 30), rng.random(30) < 0.6
+    group[0], mask[0] = 77, False  # a group in which nobody counts
+    got = np.asarray(
+        group_quantile(jnp.asarray(x), jnp.asarray(group), jnp.asarray(mask), fraction=fraction)
+    )
+    for number in set(group.tolist()):
+        counted = x[(group == number) & mask]
+        expected = np.quantile(counted, fraction) if counted.size else 0
+        np.testing.assert_allclose(got[group == number], expected, rtol=1e-5)

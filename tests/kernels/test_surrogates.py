@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.surrogates import clipped_surrogate, dual_clip, policy_gradient
+from jaxrl.kernels.surrogates import clipped_surrogate, dual_clip, policy_gradient, signed_band
 
 
 def row(*x):
@@ -70,3 +70,39 @@ def test_policy_gradient():
     slopes = jax.grad(lambda x, a: policy_gradient(x, a)[0].sum(), argnums=(0, 1))(logp, advantage)
     np.testing.assert_array_equal(slopes[0], [[-3, 1]])
     np.testing.assert_array_equal(slopes[1], 0)
+
+
+BAND = {"positive_low": 0.5, "positive_high": 2.0, "negative_low": 0.25, "negative_high": 4.0}
+
+
+def banded(ratio, advantage, **change):
+    """Loss, d loss / d logp, diagnostics, at logp = -1."""
+
+    def loss(logp):
+        token_loss, diagnostics = signed_band(logp, row(*ratio), row(*advantage), **(BAND | change))
+        return token_loss.sum(), (token_loss, diagnostics)
+
+    slope, (token_loss, diagnostics) = jax.grad(loss, has_aux=True)(row(*[-1.0] * len(ratio)))
+    return token_loss[0], slope[0], diagnostics
+
+
+def test_signed_band_drops_and_does_not_clamp():
+    ratio = [0.4, 0.5, 2, 2.1, 0.2, 0.25, 4, 4.1]
+    advantage = [3, 3, 3, 3, -1, -1, -1, -1]
+    token_loss, slope, diagnostics = banded(ratio, advantage)
+    # -r A inside of the band, its ends included, 0 outside
+    np.testing.assert_allclose(slope, [0, -1.5, -6, 0, 0, 0.25, 4, 0], rtol=1e-6)
+    np.testing.assert_allclose(token_loss, [0, 1.5, 6, 0, 0, -0.25, -4, 0], rtol=1e-6)
+    np.testing.assert_array_equal(diagnostics["dropped"], [[1, 0, 0, 1, 1, 0, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("sign", "name"),
+    [(1, "negative_low"), (1, "negative_high"), (-1, "positive_low"), (-1, "positive_high")],
+)
+def test_bounds_of_one_sign_do_not_touch_the_other(sign, name):
+    ratio, advantage = [0.3, 0.7, 1.5, 3.0], [sign * 1.0] * 4
+    moved = banded(ratio, advantage, **{name: 1.0})
+    np.testing.assert_array_equal(moved[1], banded(ratio, advantage)[1])
+    own = name.replace("positive", "x").replace("negative", "positive").replace("x", "negative")
+    assert (banded(ratio, advantage, **{own: 1.0})[1] != moved[1]).any()
