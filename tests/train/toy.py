@@ -133,7 +133,16 @@ def mesh_of(**sizes: int):
 
 
 def step_of(
-    algorithm, tx, *, micro: int, size: int, epochs=1, minibatches=1, mesh=None, policy=None
+    algorithm,
+    tx,
+    *,
+    micro: int,
+    size: int,
+    epochs=1,
+    minibatches=1,
+    mesh=None,
+    policy=None,
+    lesson_txs=None,
 ) -> Step:
     return make_step(
         policy or Bigram(),
@@ -144,10 +153,11 @@ def step_of(
         minibatches=minibatches,
         micro_rollouts=micro,
         rollouts_per_group=size,
+        lesson_txs=lesson_txs,
     )
 
 
-def state_of(algorithm, tx, *, mesh=None, policy=None, freeze=(), seed=0, params=None):
+def state_of(algorithm, tx, *, mesh=None, policy=None, freeze=(), seed=0, params=None, others=None):
     policy = policy or Bigram()
     state = states.create(
         policy.init(jax.random.key(seed)) if params is None else params,
@@ -156,5 +166,6 @@ def state_of(algorithm, tx, *, mesh=None, policy=None, freeze=(), seed=0, params
         roles=states.roles_of(algorithm),
         key=jax.random.key(seed),
         step=0,
+        others=others,
     )
     return states.place(state, policy, mesh or mesh_of(data=1))
