@@ -82,7 +82,7 @@ class Source:
         return self._found[split]
 
     def verify(self, task: Task, response: str) -> Verdict:
-        """1 for the code, a space between the digits, else 0; ``digits`` is the share that is right.
+        """1 for the code, a space between its digits, else 0; ``digits``: the share that is right.
 
         White space around the response does not count.
         """
@@ -132,7 +132,7 @@ class Source:
         left, right = order.choice(self._names), order.choice(self._names)
         shown = order.random() < self._shown
         code = f"{self._table[0][left]} {self._table[1][right]}"
-        prompt = f"find {left} {right}: "
+        prompt = f"find {left} {right}\n"  # a line each: encoded apart or joined, the same ids
         if shown:
             code = f"{order.randrange(10)} {order.randrange(10)}"
             prompt += order.choice(("ERR expected", "OK")) + f" {code}\n"
