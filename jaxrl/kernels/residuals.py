@@ -102,9 +102,9 @@ def response_center(
     x, weight = (jnp.where(mask, widen(part), 0) for part in (x, weight))
     counted = mask.any(-1)
     total = group_sum(weight.sum(-1), rollout, counted)[:, None]
-    share = jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
-    center = group_sum((share * x).sum(-1), rollout, counted)[:, None]
-    several = group_sum(mask.sum(-1), rollout, counted)[:, None] > 1  # w / w may round
+    center = group_sum((weight * x).sum(-1), rollout, counted)[:, None]
+    center = jnp.where(total > 0, center / jnp.where(total > 0, total, 1), 0)
+    several = group_sum(mask.sum(-1), rollout, counted)[:, None] > 1  # w x / w may round
     return jax.lax.stop_gradient(jnp.where(mask & several, x - center, 0))
 
 
