@@ -22,6 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "unit_grad": True,  # divide by beta, so that beta does not also scale the step
             "coupling": "written",  # written: whole groups in a micro-batch | weights: detached
             "keep_truncated": False,
+            "strata": False,  # groups hold fixed numbers of rollouts of several policies
         }
     )
     config.train.minibatches = 2  # with one, and the anchor at the take's start, beta does nothing

@@ -15,6 +15,12 @@ anchor = "start": the student at the start of the take (mirror descent). With a 
 r is 0 and this is beta times REINFORCE: use at least two minibatches or epochs. anchor = "frozen":
 the reference; the optimum is reference exp(R / beta). Groups with equal rewards are trained: their
 residual still pulls the policy back to the anchor. Empty responses are legal (l_i = 0).
+
+Any policy may have sampled the rollouts: its log-probs do not enter. If each rollout of a group is
+drawn by chance from several policies, nothing changes. If a group holds a fixed number from each
+(so many of its own, so many recorded), the spread between them is over-weighted: ``strata`` takes
+the exact form then, and the fact ``behaviour`` of a rollout, any integer, says who sampled it.
+Groups with a single usable rollout of some policy are left out. The optimum is the same.
 """
 
 import dataclasses
@@ -34,7 +40,13 @@ from jaxrl.kernels.groups import group_center
 from jaxrl.kernels.readings import entropy, taken_logp
 from jaxrl.kernels.steps import over_tokens, rollout_sum
 from jaxrl.kernels.surrogates import policy_gradient
-from jaxrl.kernels.variance import centred_gap, gap_weights
+from jaxrl.kernels.variance import (
+    accompanied,
+    centred_gap,
+    gap_weights,
+    stratified_gap,
+    stratified_weights,
+)
 from jaxrl.kernels.weights import prompt_sum_mean
 
 STUDENT = ("student", "plain")
@@ -50,10 +62,10 @@ class Algorithm:
     coupling: str  # "written" or "weights", see above
     unit_grad: bool  # divide the loss by beta, so that its scale is that of REINFORCE
     keep_truncated: bool  # false: truncated rollouts count as invalid
+    strata: bool  # groups hold fixed numbers of rollouts from several policies
 
     scorers = (STUDENT,)
     lessons = ()
-    needs = ()
 
     def __post_init__(self) -> None:
         bad = {
@@ -69,6 +81,11 @@ class Algorithm:
     def coupled(self) -> bool:
         """As written, a micro-batch must hold whole groups."""
         return self.coupling == "written"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Who sampled a rollout, where groups are made up of several policies' rollouts."""
+        return ("behaviour",) if self.strata else ()
 
     @property
     def refresh(self) -> str:
@@ -97,15 +114,16 @@ class Algorithm:
         }
 
     def credit(self, batch: Batch, observed: Reading) -> Credit:
-        """Weights of a mean over prompts; advantage c(R)_i as written, w_i / (k - 1) as weights."""
+        """Weights of a mean over prompts; advantage c(R)_i as written, w_i / (k - 1) as weights
+        (or that of the exact form for strata).
+        """
         acted, rollout, counted = batch.acted, batch.rollout, self._counted(batch)
         share = prompt_sum_mean(batch.group, batch.minibatch, counted, least=2)
         if self.unit_grad:
             share = share / self.beta
         if not self.coupled:
-            advantage = gap_weights(
-                *self._terms(observed["student"], batch, observed), beta=self.beta
-            )
+            weights = stratified_weights if self.strata else gap_weights
+            advantage = weights(*self._terms(observed["student"], batch, observed), beta=self.beta)
             return Credit(
                 over_tokens(advantage, rollout, acted), over_tokens(share, rollout, acted)
             )
@@ -128,7 +146,8 @@ class Algorithm:
         logp = reading["logp"]
         curves = {"entropy": reading["entropy"], "anchor_kl": k1(logp, self._anchor_logp(observed))}
         if self.coupled:
-            gap, diagnostics = centred_gap(*self._terms(logp, batch, observed), beta=self.beta)
+            distance = stratified_gap if self.strata else centred_gap
+            gap, diagnostics = distance(*self._terms(logp, batch, observed), beta=self.beta)
             return over_tokens(gap, batch.rollout, batch.kind != PAD), diagnostics | curves
         token_loss, diagnostics = policy_gradient(logp, self.beta * credit.advantage)
         return token_loss, diagnostics | curves
@@ -143,7 +162,10 @@ class Algorithm:
         return observed["student" if self.coupled else "start/student"]
 
     def _counted(self, batch: Batch) -> Bool[Array, " rollout"]:
-        return batch.valid & (self.keep_truncated | ~batch.truncated)
+        usable = batch.valid & (self.keep_truncated | ~batch.truncated)
+        if not self.strata:
+            return usable
+        return accompanied(batch.facts["behaviour"], batch.group, usable) > 0
 
     def _terms(self, logp: Array, batch: Batch, observed: Reading) -> tuple[Array, ...]:
         """What the kernels of variance.py take, with log-probs summed over each response."""
@@ -153,6 +175,7 @@ class Algorithm:
             rollout_sum(logp, batch.rollout, acted, rollouts=rollouts),
             rollout_sum(anchor_logp, batch.rollout, acted, rollouts=rollouts),
             batch.reward,
+            *((batch.facts["behaviour"],) if self.strata else ()),
             batch.group,
             self._counted(batch),
         )

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.gvpo import Algorithm
-from tests.algorithms.batches import ROWS, SLOTS, batch_of, cut, logps, ragged, update
+from tests.algorithms.batches import (
+    ROWS,
+    SLOTS,
+    batch_of,
+    cut,
+    differences,
+    logps,
+    ragged,
+    update,
+)
 from tests.papers import gvpo as paper
 
 PLAIN = {
@@ -17,6 +26,7 @@ PLAIN = {
     "coupling": "written",
     "unit_grad": False,
     "keep_truncated": False,
+    "strata": False,
 }
 FORMS = pytest.mark.parametrize("coupling", ["written", "weights"])
 ANCHORS = pytest.mark.parametrize("anchor", ["start", "frozen"])
@@ -82,6 +92,45 @@ def test_it_equals_the_oracle(coupling, anchor):
     assert np.abs(total_slope).max() > 1e-3
     if coupling == "written":
         np.testing.assert_allclose(value, total, rtol=1e-6)
+
+
+def stratified(batch):
+    """Two policies in turn: prompt 40 has two rollouts and one, and is left out."""
+    behaviour = [0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+    return dataclasses.replace(batch, facts={"behaviour": np.asarray(behaviour)})
+
+
+@FORMS
+def test_strata_equal_the_oracle(coupling):
+    batch = stratified(ragged())
+    value, slope, _, (logp, anchor_logp) = one_update(batch, coupling=coupling, strata=True)
+    facts = (batch.reward.tolist(), batch.group.tolist(), batch.facts["behaviour"].tolist())
+
+    def oracle(logp):
+        return sum(
+            paper.stratified_loss(
+                logp, anchor_logp, *facts, of_update(batch, number), batch.acted.tolist(), 0.3
+            )
+            for number in (0, 1)
+        )
+
+    np.testing.assert_allclose(slope, differences(oracle, logp), rtol=1e-6, atol=1e-9)
+    assert np.abs(slope).max() > 1e-3
+    if coupling == "written":
+        np.testing.assert_allclose(value, oracle(logp), rtol=1e-6)
+
+
+def test_strata_of_one_policy_are_the_plain_form_and_two_are_not():
+    batch = batch_of([2, 1, 3, 2], [1.0, 0.0, 0.5, 0.2], [4, 4, 4, 4])
+    plain = one_update(batch)[1]
+    one, two = (
+        one_update(dataclasses.replace(batch, facts={"behaviour": np.asarray(who)}), strata=True)[1]
+        for who in ([7, 7, 7, 7], [7, 7, 9, 9])
+    )
+    np.testing.assert_allclose(one, plain, rtol=1e-6)
+    assert np.abs(two - plain).max() > 1e-3
+    assert make(strata=True).needs == ("behaviour",)
+    assert make().needs == ()
 
 
 @ANCHORS

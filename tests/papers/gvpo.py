@@ -1,7 +1,8 @@
 """GVPO, one number at a time. Source: arXiv 2504.19599.
 
 Rows are rollouts; ``acted[i][t]`` says which tokens belong to the response, ``counted[i]`` which
-rollouts take part.
+rollouts take part. ``behaviour[i]`` is who sampled a rollout, where a group holds fixed numbers of
+several policies' rollouts.
 """
 
 
@@ -57,3 +58,35 @@ def gradient(logp, anchor_logp, reward, group, counted, acted, beta):
                     w = -residual[i]
                     found[i][t] = -beta / (len(rollouts) - 1) * w / len(prompts)
     return found
+
+
+def accompanied(group, behaviour, counted):
+    """``counted`` without the prompts that have a single counted rollout of some policy."""
+    return [
+        counted[i]
+        and all(
+            sum(1 for j in rollouts if behaviour[j] == behaviour[one]) >= 2
+            for rollouts in [[j for j in range(len(group)) if counted[j] and group[j] == group[i]]]
+            for one in rollouts
+        )
+        for i in range(len(group))
+    ]
+
+
+def stratified_loss(logp, anchor_logp, reward, group, behaviour, counted, acted, beta):
+    """Mean over prompts of half the unbiased variance of r - R under the mixture of policies."""
+    prompts = members(group, accompanied(group, behaviour, counted))
+    new, anchor = response(logp, acted), response(anchor_logp, acted)
+    total = 0.0
+    for rollouts in prompts.values():
+        x = {i: beta * (new[i] - anchor[i]) - reward[i] for i in rollouts}
+        k = len(rollouts)
+        mean = sum(x.values()) / k
+        variance = sum((x[i] - mean) ** 2 for i in rollouts) / k
+        for policy in {behaviour[i] for i in rollouts}:
+            own = [x[i] for i in rollouts if behaviour[i] == policy]
+            inner = sum(own) / len(own)
+            spread = sum((value - inner) ** 2 for value in own)
+            variance += len(own) / (len(own) - 1) * spread / k**2
+        total += variance / 2
+    return total / max(len(prompts), 1)

@@ -61,6 +61,7 @@ def test_a_role_that_nothing_builds():
 def test_roles_of():
     assert states.roles_of(load("sft")) == {"student"}
     fields = {"beta": 0.1, "unit_grad": False, "coupling": "written", "keep_truncated": False}
+    fields |= {"strata": False}
     assert states.roles_of(load("gvpo", anchor="start", **fields)) == {"student"}
     assert states.roles_of(load("gvpo", anchor="frozen", **fields)) == {"student", "reference"}
 

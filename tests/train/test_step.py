@@ -56,6 +56,7 @@ def grpo(**changes):
 
 def gvpo(**changes):
     fields = {"beta": 0.5, "anchor": "start", "unit_grad": False, "keep_truncated": False}
+    fields |= {"strata": False}
     return load("gvpo", **(fields | changes))
 
 

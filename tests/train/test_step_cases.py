@@ -30,6 +30,7 @@ PARAMETERS = {
         "coupling": "written",
         "unit_grad": True,
         "keep_truncated": False,
+        "strata": False,
     },
 }
 
