@@ -85,6 +85,7 @@ def get_config(variant: str = "") -> ConfigDict:
     pool.max_refills = (
         4  # rounds of refilling for groups that the algorithm refuses, then fewer are trained
     )
+    pool.max_feedback_tokens = 0  # of what the environment answers; 0: it is not kept
     pool.record = True  # keep the rollouts on disk
     pool.tokenizer = "sentencepiece"  # trained on the task's text
     pool.tokenizer_vocab_size = 64
@@ -99,9 +100,19 @@ def get_config(variant: str = "") -> ConfigDict:
     config.algorithm = ConfigDict(
         {"name": "grpo"}
     )  # name and the fields of jaxrl/algorithms/<name>.py
-    config.scorers = (
-        ConfigDict()
-    )  # models besides the student: teacher, self, value; none needed so far
+    # Models besides the student, for the algorithms that read them. `optimizer` and `model` hold
+    # the fields that differ from the sections of that name.
+    config.scorers = scorers = ConfigDict()
+    scorers.self = ConfigDict({"ema_rate": 0.99})  # of the old average, after every update
+    scorers.teacher = teacher = ConfigDict()
+    teacher.weights = ""  # an earlier phase (its last student) or a directory of weights
+    # "": the run's own; else the teacher reads the responses' text in its own tokens
+    teacher.tokenizer = ""
+    teacher.model = ConfigDict()
+    teacher.optimizer = ConfigDict()
+    scorers.value = ConfigDict({"optimizer": ConfigDict()})
+    scorers.novelty = ConfigDict({"hidden": 512, "optimizer": ConfigDict()})
+    scorers.views = ConfigDict()  # name: template, see jaxrl/train/views.py
 
     config.optimizer = optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw | sgd
@@ -124,6 +135,10 @@ def get_config(variant: str = "") -> ConfigDict:
     train.minibatches = 1  # updates an epoch, cut at group borders
     train.micro_rollouts = 512  # rollouts whose activations are alive at once
     train.token_buckets = (48,)  # row lengths that are compiled; the longest is the limit
+    train.view_token_buckets = ()  # the same for rows of views
+    # weights to start from: "": those of the phase before (new ones, if there is none); "fresh":
+    # new ones; an earlier phase: its last student; or a directory of weights
+    train.start = ""
 
     config.eval = evaluation = ConfigDict()
     evaluation.every_steps = 0  # 0: before and after only

@@ -155,9 +155,7 @@ class Passes:
         """Where rows and rollouts live."""
         return batch_sharding(self.mesh, self.policy.rules)
 
-    def observe(
-        self, algorithm: Algorithm, models: Models, batch: Batch, parts: int
-    ) -> Reading:
+    def observe(self, algorithm: Algorithm, models: Models, batch: Batch, parts: int) -> Reading:
         """``algorithm.observe`` over the whole of ``batch``; nothing if it observes nobody."""
         if not algorithm.observers:
             return {}

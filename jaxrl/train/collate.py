@@ -3,6 +3,7 @@
 Whatever is wrong with a rollout is refused and counted here, never repaired.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.batch import ACTION, PAD, Batch
-from jaxrl.pool.contract import Group
+from jaxrl.batch import ACTION, PAD, Batch, View
+from jaxrl.pool.contract import Group, Tokenizer
 from jaxrl.pool.rollout import Failure, Rollout, StopReason
+from jaxrl.train import views
 
 # Failures that are the policy's own: the reward that the verifier gave stands.
 REWARDED = (Failure.NONE, Failure.POLICY_TIMEOUT)
@@ -40,6 +42,38 @@ COLUMNS: Mapping[str, tuple[Any, float]] = {
     "version": (np.int32, -1),
     "temperature": (np.float32, 1.0),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """The views that an algorithm reads, and what laying them out takes."""
+
+    templates: Mapping[str, str]
+    token_buckets: Sequence[int]
+    tokenizer: Tokenizer
+
+    def lay_out(
+        self, placed: Mapping[int, Rollout], rows: int, tokens: int, counts: Counter
+    ) -> dict[str, View]:
+        """Every view of the placed rollouts; what has no place is added to ``counts``."""
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in placed.values():
+            groups.setdefault(rollout.group_id, []).append(rollout)
+        laid: dict[str, View] = {}
+        for name, template in self.templates.items():
+            laid[name], missed = views.lay_out(
+                name,
+                template,
+                placed,
+                groups,
+                rows=rows,
+                tokens=tokens,
+                token_buckets=self.token_buckets,
+                tokenizer=self.tokenizer,
+            )
+            for what, count in missed.items():
+                counts[f"view_{what}"] = count
+        return laid
 
 
 def bucket(longest: int, token_buckets: Sequence[int]) -> int:
@@ -211,6 +245,7 @@ def collate(
     minibatches: int,
     needs: Sequence[str],
     algorithm: str,
+    shown: Shown | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Lay whole groups out as rows, padded to the smallest bucket that holds the longest.
 
@@ -222,7 +257,7 @@ def collate(
     ``rejected_long`` longer than the last bucket; ``rejected_duplicate`` a (group, sample) seen
     before; ``rejected_unscored`` acts at the very first token; ``nonfinite_logp``; and among those
     that stay in the batch but are not valid ``nonfinite_reward`` and ``failed``. ``duplicate_frac``
-    is a fraction.
+    is a fraction. ``shown`` are the views to lay out, each with two counts more (see ``views``).
 
     Raises ValueError for a needed fact that is missing, a greedy sample, a group too many or too
     large, an id twice.
@@ -259,6 +294,8 @@ def collate(
             StopReason.LENGTH,
             StopReason.CONTEXT_LIMIT,
         )
-    batch = Batch(**arrays, facts=_facts(placed, needs, rows, tokens, algorithm), views={})
-    counted = {name: float(counts[name]) for name in (*REJECTED, *INVALID)}
+    laid = shown.lay_out(placed, rows, tokens, counts) if shown else {}
+    batch = Batch(**arrays, facts=_facts(placed, needs, rows, tokens, algorithm), views=laid)
+    names = dict.fromkeys((*REJECTED, *INVALID, *counts))
+    counted = {name: float(counts[name]) for name in names}
     return batch, counted | {"duplicate_frac": duplicate_frac(list(placed.values()))}

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl import evaluate, mesh
 from jaxrl.algorithms import contract as algorithms
-from jaxrl.algorithms.contract import Algorithm
+from jaxrl.algorithms.contract import Algorithm, everyone
 from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
@@ -25,9 +25,9 @@ from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
 from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import TaskSource
-from jaxrl.train import optimizer
+from jaxrl.train import optimizer, roles
 from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
-from jaxrl.train.collate import collate
+from jaxrl.train.collate import Shown, collate
 from jaxrl.train.metrics import Logger, Progress, samples_table
 from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
@@ -264,6 +264,22 @@ def log(
     )
 
 
+def views_of(parts: Parts, phase: Phase, algorithm: Algorithm) -> Shown:
+    """The contexts besides the plain one that an algorithm reads. ValueError naming those that the
+    config does not define."""
+    asked = sorted({view for _, view in everyone(algorithm)} - {"plain"})
+    lacking = [view for view in asked if view not in phase.scorers.views]
+    if lacking or (asked and not phase.train.view_token_buckets):
+        raise ValueError(
+            f"phases.{phase.name}: algorithm {phase.algorithm['name']!r} reads the views {asked}; "
+            f"allowed: templates for each in scorers.views (there are: "
+            f"{sorted(phase.scorers.views)}), and train.view_token_buckets that hold them (there "
+            f"are: {phase.train.view_token_buckets!r})"
+        )
+    templates = {view: phase.scorers.views[view] for view in asked}
+    return Shown(templates, phase.train.view_token_buckets, parts.tokenizer)
+
+
 def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
     """A phase's algorithm and step.
 
@@ -272,10 +288,12 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
     """
     algorithm = algorithms.load(**phase.algorithm)
     longest = max(phase.sampler.prompt_buckets) + phase.sampler.max_new_tokens
+    longest += phase.pool.max_feedback_tokens
     if phase.pool.kind == "local" and longest > max(phase.train.token_buckets):
         raise ValueError(
             f"train.token_buckets={phase.train.token_buckets!r}; allowed: the longest holds a "
-            f"prompt and its response, {longest} tokens (sampler.prompt_buckets + max_new_tokens)"
+            f"prompt and its response, {longest} tokens (sampler.prompt_buckets + max_new_tokens + "
+            "pool.max_feedback_tokens)"
         )
     step = make_step(
         parts.policy,
@@ -286,8 +304,10 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
         minibatches=phase.train.minibatches,
         micro_rollouts=phase.train.micro_rollouts,
         rollouts_per_group=phase.pool.rollouts_per_group,
+        lesson_txs=roles.learners(phase, algorithm),
     )
     step.plan(phase.train.groups * phase.pool.rollouts_per_group)
+    views_of(parts, phase, algorithm)
     half_ulp = 2.0**-9 / math.sqrt(phase.model.width)  # of a weight of typical size, in bfloat16
     if phase.model.param_dtype == "bfloat16" and phase.optimizer.learning_rate < half_ulp:
         warnings.warn(
@@ -313,6 +333,7 @@ def train(
     Ends early, with a line that says so, when the pool has nothing left.
     """
     algorithm, train_step = prepare(parts, phase)
+    shown = views_of(parts, phase, algorithm)
     if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
         measure(parts, books, phase, state)  # its curve was cut where the run resumes
     save_s = 0.0
@@ -336,6 +357,7 @@ def train(
             minibatches=phase.train.minibatches,
             needs=algorithm.needs,
             algorithm=phase.algorithm["name"],
+            shown=shown,
         )
         placed = mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec)
         with jax.transfer_guard("disallow"):

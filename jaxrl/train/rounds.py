@@ -13,13 +13,15 @@ from ml_collections import ConfigDict
 from jaxrl import mesh
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.model import policy
+from jaxrl.model.policy import Policy
+from jaxrl.model.pretrained import read_weights, write_weights
 from jaxrl.model.sampler import Sampler
 from jaxrl.pool import recorded
 from jaxrl.pool.contract import RolloutPool
 from jaxrl.pool.local import LocalPool
 from jaxrl.pool.recorded import RecordedPool
 from jaxrl.pool.tokenizer import SentencePieceTokenizer, train_sentencepiece
-from jaxrl.train import loop, optimizer, report, settings
+from jaxrl.train import loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Parts
 from jaxrl.train.metrics import Logger, Progress
@@ -52,11 +54,12 @@ def pool_folder(phase: Phase, root: epath.Path) -> epath.Path:
     return epath.Path(phase.pool.local_dir) if phase.pool.local_dir else root / "pool"
 
 
-def assemble(phase: Phase, root: epath.Path) -> Parts:
+def assemble(phases: list[Phase], root: epath.Path) -> Parts:
     """Task, tokenizer, mesh, policy and sampler: the same in all phases of a run.
 
     The tokenizer is trained on the train split's text, to the same bytes each time.
     """
+    phase = phases[0]
     task, folder = phase.task, pool_folder(phase, root)
     source = importlib.import_module(task.source).Source(
         task.family,
@@ -76,7 +79,7 @@ def assemble(phase: Phase, root: epath.Path) -> Parts:
             "the tokenizer's"
         )
     devices = mesh.make_mesh(phase.mesh)
-    student = policy.build(phase.model, devices, mesh.Rules())
+    student = policy.build(phase.model, devices, mesh.Rules(), roles.forms(phases))
     sampler = Sampler(
         student,
         devices,
@@ -88,31 +91,85 @@ def assemble(phase: Phase, root: epath.Path) -> Parts:
     return Parts(devices, student, sampler, source, tokenizer)
 
 
-def fresh(phase: Phase, params: dict[str, jax.Array]) -> TrainState:
-    """A phase's first state: these weights, new moments, a new reference if one is read."""
+def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: Any) -> TrainState:
+    """A phase's first state: these weights, new moments, a new copy or model for each role that is
+    read. A phase with ``train.start="fresh"`` draws new weights in their place.
+    """
+    key = jax.random.fold_in(jax.random.key(phase.seed), phase.first_step)
+    if phase.train.start == "fresh" and phase.first_step:
+        params = model.init(key)
     return create(
         params,
         optimizer.build(phase.optimizer),
         freeze=phase.optimizer.freeze,
         roles=roles_of(algorithms.load(**phase.algorithm)),
-        key=jax.random.fold_in(jax.random.key(phase.seed), phase.first_step),
+        key=key,
         step=phase.first_step,
+        others=roles.build(phase, model, params, teacher, jax.random.fold_in(key, 1)),
     )
 
 
-def begin(phase: Phase, parts: Parts, params: dict[str, jax.Array]) -> TrainState:
-    """The first state, where the step wants it."""
-    return place(fresh(phase, params), parts.policy, parts.mesh)
+def needs_teacher(phase: Phase) -> bool:
+    """Whether weights of a teacher are to be loaded. ValueError if none are named."""
+    if not roles.readers([phase], roles.TEACHER):
+        return False
+    if not phase.scorers.teacher.weights:
+        raise ValueError(
+            f"phases.{phase.name}: scorers.teacher.weights=''; algorithm "
+            f"{phase.algorithm['name']!r} reads a teacher; allowed: an earlier phase, or a "
+            "directory of weights"
+        )
+    return True
+
+
+def stored(name: str, root: epath.Path) -> epath.Path:
+    """Where weights are that a config names by an earlier phase or by their directory."""
+    return epath.Path(name) if "/" in name else root / "phases" / name
+
+
+def begin(
+    phase: Phase, parts: Parts, root: epath.Path, previous: dict[str, jax.Array] | None
+) -> TrainState:
+    """The first state, where the step wants it. ``previous`` is the student of the phase before."""
+    student, params = parts.policy, previous
+    if phase.train.start not in ("", "fresh"):
+        path = stored(phase.train.start, root)
+        params, _ = read_weights(path, student.shardings, shapes=student.shapes)
+    elif params is None:
+        params = student.init(jax.random.key(phase.seed))
+    teacher = None
+    if needs_teacher(phase):
+        form = student.form_of(roles.TEACHER)
+        path = stored(phase.scorers.teacher.weights, root)
+        teacher, _ = read_weights(path, form.shardings, shapes=form.shapes)
+    return place(fresh(phase, student, params, teacher), student, parts.mesh)
 
 
 def form(phase: Phase, parts: Parts) -> TrainState:
     """What ``begin`` would make, as shapes, dtypes and shardings."""
-    state = jax.eval_shape(lambda params: fresh(phase, params), parts.policy.shapes)
+    teacher = parts.policy.form_of(roles.TEACHER).shapes if needs_teacher(phase) else None
+    state = jax.eval_shape(
+        lambda params, teacher: fresh(phase, parts.policy, params, teacher),
+        parts.policy.shapes,
+        teacher,
+    )
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         state,
         shardings(state, parts.policy, parts.mesh),
     )
+
+
+def keep_weights(phase: Phase, phases: list[Phase], root: epath.Path, state: TrainState) -> None:
+    """Keep a phase's last student where a later phase starts from it or learns from it."""
+    names = {later.train.start for later in phases}
+    names |= {later.scorers.teacher.weights for later in phases}
+    if phase.name not in names:
+        return
+    path = stored(phase.name, root)
+    if path.exists():  # of an attempt that was cut off before the next phase had a checkpoint
+        path.rmtree()
+    write_weights(path, state.roles[STUDENT].all, epoch=0, step=int(state.step))
 
 
 def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
@@ -152,6 +209,7 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
         max_prompt_tokens=max(phase.sampler.prompt_buckets),
         keep=algorithms.load(**phase.algorithm).keep,
         max_refills=phase.pool.max_refills,
+        max_feedback_tokens=phase.pool.max_feedback_tokens,
         reward=phase.task.reward,
         record_dir=folder / phase.name if phase.pool.record else None,
         watchdog_s=phase.pool.watchdog_s,
@@ -183,7 +241,7 @@ def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
 
 def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[str, Any]:
     """Check everything, open the books, run the schedule."""
-    parts = assemble(phases[0], root)
+    parts = assemble(phases, root)
     for phase in phases:
         loop.prepare(parts, phase)
         form(phase, parts)
@@ -213,14 +271,14 @@ def _schedule(
     if restored:
         state, current = restored.state, restored.host["phase"]
     else:
-        state = begin(phases[0], parts, parts.policy.init(jax.random.key(phases[0].seed)))
+        state = begin(phases[0], parts, books.workdir.root, None)
         current = names[0]
     before: dict[str, Any] = {}
     for phase in phases[names.index(current) :]:
         pool = open_pool(phase, parts, books)
         try:
             if phase.name != current:
-                state = begin(phase, parts, state.roles[STUDENT].all)
+                state = begin(phase, parts, books.workdir.root, state.roles[STUDENT].all)
             elif restored:
                 pool.restore(restored.host["pool"])
                 pool.commit(restored.step - 1)  # a crash may have come between the two
@@ -229,6 +287,7 @@ def _schedule(
             if phase.pool.kind == "local":
                 pool.publish(*loop.publish(books, phase, state))
             state = loop.train(parts, books, phase, state, pool)
+            keep_weights(phase, phases, books.workdir.root, state)
         finally:
             pool.close()
     after = loop.measure(parts, books, phases[-1], state)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from jaxrl.model.transformer import ModelConfig
+from jaxrl.train import views
 from jaxrl.train.optimizer import OptimizerConfig
 
 # A phase trains the same weights on the same questions on the same devices as the others.
@@ -71,6 +72,7 @@ class PoolConfig:
     epochs: int
     publish_every_steps: int
     max_refills: int
+    max_feedback_tokens: int
     record: bool
     tokenizer: str
     tokenizer_vocab_size: int
@@ -83,6 +85,7 @@ class PoolConfig:
         _positive(
             "pool", self, "demonstrations", "epochs", "publish_every_steps", "max_refills", least=0
         )
+        _positive("pool", self, "max_feedback_tokens", least=0)
         _positive("pool", self, "watchdog_s", least=1e-3)
         if self.kind == "local" and self.publish_every_steps != 1:
             raise ValueError(
@@ -120,10 +123,77 @@ class TrainConfig:
     minibatches: int
     micro_rollouts: int
     token_buckets: tuple[int, ...]
+    view_token_buckets: tuple[int, ...]
+    start: str
 
     def __post_init__(self) -> None:
         _positive("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
         _ladder("train", self, "token_buckets")
+        if self.view_token_buckets:
+            _ladder("train", self, "view_token_buckets")
+
+
+@dataclasses.dataclass(frozen=True)
+class AverageConfig:
+    """The student's moving average (``self``): p <- ema_rate p + (1 - ema_rate) student."""
+
+    ema_rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ema_rate < 1:
+            raise ValueError(
+                f"scorers.self.ema_rate={self.ema_rate!r}; allowed: between 0 and 1, of the old "
+                "average (reference is the one that never moves)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+    """Another model: whose weights, of which form, and how it learns where it does."""
+
+    weights: str
+    tokenizer: str
+    model: ModelConfig
+    optimizer: OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueConfig:
+    """The model of the value of a state."""
+
+    optimizer: OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class NoveltyConfig:
+    """The random networks and those that guess them."""
+
+    hidden: int
+    optimizer: OptimizerConfig
+
+    def __post_init__(self) -> None:
+        _positive("scorers.novelty", self, "hidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScorersConfig:
+    """The models besides the student, and the contexts that they may see."""
+
+    average: AverageConfig
+    teacher: TeacherConfig
+    value: ValueConfig
+    novelty: NoveltyConfig
+    views: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        views.check(self.views)
+
+    def optimizer(self, who: str) -> OptimizerConfig:
+        """Of a role that learns; ValueError for one that never does."""
+        learners = {"teacher": self.teacher, "value": self.value, "novelty": self.novelty}
+        if who not in learners:
+            raise ValueError(f"{who!r} cannot learn; allowed: {', '.join(learners)}")
+        return learners[who].optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +254,7 @@ class Phase:
     pool: PoolConfig
     sampler: SamplerConfig
     algorithm: Mapping[str, Any]
+    scorers: ScorersConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     eval: EvalConfig
@@ -193,7 +264,12 @@ class Phase:
 
 _OWN = {"name", "first_step", "last_step"}  # what is resolved, not written in a config
 SECTIONS = [field.name for field in dataclasses.fields(Phase) if field.name not in _OWN]
-SECTIONS += ["scorers"]
+
+
+def _is_open(where: str, key: str) -> bool:
+    """Mappings whose fields base.py does not list: an override replaces them as a whole."""
+    differing = ".scorers." in where and key in ("model", "optimizer")
+    return differing or key in ("algorithm", "parameters", "views")
 
 
 def _overridden(base: dict[str, Any], override: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -202,19 +278,50 @@ def _overridden(base: dict[str, Any], override: Mapping[str, Any], where: str) -
     for key, value in override.items():
         if key not in base:
             raise ValueError(f"{where}.{key} is unknown; allowed: {', '.join(sorted(base))}")
-        if isinstance(value, Mapping) and key not in ("algorithm", "parameters"):
+        if isinstance(value, Mapping) and not _is_open(where, key):
             merged[key] = _overridden(base[key], value, f"{where}.{key}")
         else:
             merged[key] = copy.deepcopy(value)
     return merged
 
 
+def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
+    """The models besides the student: their ``model`` and ``optimizer`` say what differs."""
+    fields = sections["scorers"]
+
+    def optimizer(who: str) -> OptimizerConfig:
+        own = {"freeze": (), **fields[who]["optimizer"]}
+        return OptimizerConfig(**{**sections["optimizer"], **own})
+
+    teacher = fields["teacher"]
+    model = ModelConfig(**{**sections["model"], **teacher["model"]})
+    return ScorersConfig(
+        average=AverageConfig(**fields["self"]),
+        teacher=TeacherConfig(**{**teacher, "model": model, "optimizer": optimizer("teacher")}),
+        value=ValueConfig(**{**fields["value"], "optimizer": optimizer("value")}),
+        novelty=NoveltyConfig(**{**fields["novelty"], "optimizer": optimizer("novelty")}),
+        views=fields["views"],
+    )
+
+
+def _refer(resolved: list[Phase], phase: Phase) -> None:
+    """Check that weights of other phases are those of earlier ones."""
+    earlier = [other.name for other in resolved]
+    named = {
+        "train.start": (phase.train.start, ("", "fresh")),
+        "scorers.teacher.weights": (phase.scorers.teacher.weights, ("",)),
+    }
+    for field, (value, words) in named.items():
+        if value not in words and value not in earlier and "/" not in value:
+            allowed = [repr(word) for word in words] + earlier
+            raise ValueError(
+                f"phases.{phase.name}: {field}={value!r}; allowed: {', '.join(allowed)}, or a "
+                "directory of weights (a path with a /)"
+            )
+
+
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
     train = TrainConfig(**sections["train"])
-    if sections["scorers"]:
-        raise ValueError(
-            f"scorers={sections['scorers']!r}; allowed: none for the algorithms that exist"
-        )
     for axis in ("expert", "context"):
         if sections["mesh"][axis] != 1:
             raise ValueError(
@@ -232,6 +339,7 @@ def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
         pool=PoolConfig(**sections["pool"]),
         sampler=SamplerConfig(**sections["sampler"]),
         algorithm=sections["algorithm"],
+        scorers=_scorers(sections),
         optimizer=OptimizerConfig(**sections["optimizer"]),
         train=train,
         eval=EvalConfig(**sections["eval"]),
@@ -263,5 +371,7 @@ def phases(config: ConfigDict) -> list[Phase]:
                     f"phases.{name}.{shared}: {', '.join(SHARED)} are the same in all phases"
                 )
         merged = _overridden(sections, table[name], f"phases.{name}")
-        resolved.append(_phase(name, merged, resolved[-1].last_step if resolved else 0))
+        phase = _phase(name, merged, resolved[-1].last_step if resolved else 0)
+        _refer(resolved, phase)
+        resolved.append(phase)
     return resolved

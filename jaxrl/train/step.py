@@ -324,8 +324,8 @@ def make_step(
     ``policy`` has ``score``, ``axes`` and ``rules`` as ``model/policy.py``'s. A take is cut into
     ``minibatches`` equal updates at group borders and walked through ``epochs`` times; an update
     goes through the model ``micro_rollouts`` at a time. ``lesson_txs`` are the optimizers of other
-    roles that the algorithm trains; ValueError naming those that lack. Cuts that do not fit raise ValueError (see
-    ``Plan``) when the first batch comes.
+    roles that the algorithm trains; ValueError naming those that lack. Cuts that do not fit raise
+    ValueError (see ``Plan``) when the first batch comes.
     """
     cuts = {
         "epochs": epochs,
