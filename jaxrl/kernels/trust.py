@@ -93,8 +93,8 @@ def mismatch_weight(
     return weight, {"mismatch": weight, name: (hit & mask).astype(weight.dtype)}
 
 
-def trusted_surrogate(
-    logp: Float[Array, "row token"],
+def trusted_ratio(
+    ratio: Float[Array, "row token"],
     old_logp: Float[Array, "row token"],
     sampler_logp: Float[Array, "row token"],
     advantage: Float[Array, "row token"],
@@ -105,16 +105,15 @@ def trusted_surrogate(
 ) -> tuple[Float[Array, "row token"], Diagnostics]:
     """w times the clipped surrogate -min(r A, clip(r) A), at most -dual_clip A where A < 0.
 
-    r = exp(logp - old_logp), w = `mismatch_weight`; 0 at masked tokens. To be minimised; gradient
-    -w r A by logp where nothing is clipped. Adds to the diagnostics ``old_kl``, KL(old, current),
-    and ``sampler_kl``, KL(sampler, old), both by k3. Sources: PPO, arXiv 1707.06347; dual clip,
-    arXiv 1912.09729.
+    w = `mismatch_weight`; 0 at masked tokens. To be minimised. Adds ``sampler_kl``, KL(sampler,
+    old) by k3, to the diagnostics. Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729.
     """
-    logp, old_logp, sampler_logp, advantage = (
-        jnp.where(mask, widen(x), 0) for x in (logp, old_logp, sampler_logp, advantage)
+    ratio = jnp.where(mask, widen(ratio), 1)
+    old_logp, sampler_logp, advantage = (
+        jnp.where(mask, widen(x), 0) for x in (old_logp, sampler_logp, advantage)
     )
     token_loss, diagnostics = clipped_surrogate(
-        token_ratio(logp, old_logp), advantage, clip_low=trust.clip_low, clip_high=trust.clip_high
+        ratio, advantage, clip_low=trust.clip_low, clip_high=trust.clip_high
     )
     token_loss, dual = dual_clip(token_loss, advantage, cap=trust.dual_clip)
     weight, corrected = mismatch_weight(
@@ -126,8 +125,27 @@ def trusted_surrogate(
         low=trust.mismatch_low,
         high=trust.mismatch_high,
     )
-    distances = {
-        "old_kl": jax.lax.stop_gradient(k3(old_logp, logp)),
-        "sampler_kl": k3(sampler_logp, old_logp),
-    }
-    return weight * token_loss, diagnostics | dual | corrected | distances
+    distance = {"sampler_kl": jax.lax.stop_gradient(k3(sampler_logp, old_logp))}
+    return weight * token_loss, diagnostics | dual | corrected | distance
+
+
+def trusted_surrogate(
+    logp: Float[Array, "row token"],
+    old_logp: Float[Array, "row token"],
+    sampler_logp: Float[Array, "row token"],
+    advantage: Float[Array, "row token"],
+    rollout: Int[Array, " row"],
+    mask: Bool[Array, "row token"],
+    *,
+    trust: Trust,
+) -> tuple[Float[Array, "row token"], Diagnostics]:
+    """`trusted_ratio` with each token's own r = exp(logp - old_logp).
+
+    Gradient -w r A by logp where nothing is clipped. Adds ``old_kl``, KL(old, current) by k3:
+    tokens are drawn from the old policy.
+    """
+    logp, old_logp = jnp.where(mask, widen(logp), 0), jnp.where(mask, widen(old_logp), 0)
+    token_loss, diagnostics = trusted_ratio(
+        token_ratio(logp, old_logp), old_logp, sampler_logp, advantage, rollout, mask, trust=trust
+    )
+    return token_loss, diagnostics | {"old_kl": jax.lax.stop_gradient(k3(old_logp, logp))}

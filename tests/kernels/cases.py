@@ -267,6 +267,16 @@ CASES = [
         **OF_ROLLOUT,
     ),
     case(
+        trust.trusted_ratio,
+        "row token",
+        {"trust": trust.Trust(0.2, 0.28, 3.0, "truncate", 0.0, 2.0)},
+        ratio="row token value",
+        old_logp="row token logp",
+        sampler_logp="row token logp",
+        advantage="row token value",
+        **OF_ROLLOUT,
+    ),
+    case(
         trust.trusted_surrogate,
         "row token",
         {"trust": trust.Trust(0.2, 0.28, 3.0, "band", 0.5, 2.0)},

@@ -11,6 +11,7 @@ from jaxrl.kernels.groups import (
     group_scale,
     group_sum,
     leave_one_out,
+    size_factor,
 )
 
 
@@ -85,3 +86,17 @@ def test_group_quantile_is_numpys(fraction):
         counted = x[(group == number) & mask]
         expected = np.quantile(counted, fraction) if counted.size else 0
         np.testing.assert_allclose(got[group == number], expected, rtol=1e-5)
+
+
+def test_groups_of_any_size_get_the_scale_of_a_full_one():
+    # groups of 2, 3 and 1 and a failed rollout: n / (n - 1) = 2, 3/2, 0; times 1 - 1/4 for full 4
+    group, mask = [1, 1, 2, 2, 2, 5, 2], [1, 1, 1, 1, 1, 1, 0]
+    arrays = (jnp.asarray(group), jnp.asarray(mask, bool))
+    whole = np.array([2, 2, 1.5, 1.5, 1.5, 0, 0])
+    np.testing.assert_allclose(size_factor(*arrays, full=np.inf), whole, rtol=1e-6)
+    np.testing.assert_allclose(size_factor(*arrays, full=4.0), 0.75 * whole, rtol=1e-6)
+    # n / (n - 1) turns the centred reward into the leave-one-out advantage
+    x = [1.0, 0.0, 0.5, 0.2, 0.9, 3.0, 9.0]
+    np.testing.assert_allclose(
+        whole * call(group_center, x, group, mask), call(leave_one_out, x, group, mask), rtol=1e-6
+    )

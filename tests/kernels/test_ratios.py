@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.kernels.ratios import band_ratio, rollout_ratio, token_ratio, truncated_ratio
+from jaxrl.kernels.ratios import (
+    band_ratio,
+    rollout_band,
+    rollout_mask,
+    rollout_ratio,
+    token_ratio,
+    truncated_ratio,
+    truncated_rollout_ratio,
+)
 from jaxrl.kernels.surrogates import clipped_surrogate
 
 LN4 = np.log(4)
@@ -82,3 +90,39 @@ def test_rollout_ratio():
     # each token's own log-prob carries the slope s of its own entry
     slope = jax.grad(lambda x: ratio(x).sum())(old_logp + gap)
     np.testing.assert_allclose(slope, [[s, s], [t, 0], [0, s]], rtol=1e-5)
+
+
+# rollout 3: rows 0 and 2, log-ratios .2, .4 and .6; rollout 1: row 1, log-ratio -.1
+OLD = -jnp.ones((3, 2))
+NEW = OLD + jnp.asarray([[0.2, 0.4], [-0.1, 9.0], [9.0, 0.6]])
+MASK = jnp.asarray([[1, 1], [1, 0], [0, 1]], bool)
+ROLLOUT = jnp.asarray([3, 1, 3])
+
+
+def test_products_over_a_rollout_are_not_means():
+    # product e^1.2 = 3.32, above the cap; e^-.1; 1 where nothing counts
+    got = truncated_rollout_ratio(NEW, OLD, ROLLOUT, MASK, cap=2.0)
+    np.testing.assert_allclose(got, [[2, 2], [np.exp(-0.1), 1], [1, 2]], rtol=1e-5)
+    got = truncated_rollout_ratio(NEW, OLD, ROLLOUT, MASK, cap=np.inf)
+    np.testing.assert_allclose(got[0], np.exp([1.2, 1.2]), rtol=1e-5)
+
+
+def test_whole_rollouts_are_kept_or_dropped():
+    # geometric means e^.4 = 1.49 and e^-.1 = .905
+    got = rollout_band(NEW, OLD, ROLLOUT, MASK, low=0.8, high=1.4)
+    np.testing.assert_array_equal(got, [[0, 0], [1, 1], [1, 0]])
+    got = rollout_band(NEW, OLD, ROLLOUT, MASK, low=0.95, high=1.5)
+    np.testing.assert_array_equal(got, [[1, 1], [0, 1], [1, 1]])
+
+
+def test_bad_rollouts_that_were_left_behind_are_dropped():
+    # the policy has moved away by -.4 (rollout 3) and by .1 (rollout 1) nats a token
+    advantage = jnp.asarray([[-1.0, 1], [-1, -1], [-1, -1]])
+    got = rollout_mask(NEW, OLD, advantage, ROLLOUT, MASK, limit=0.05)
+    np.testing.assert_array_equal(got, [[1, 1], [0, 1], [1, 1]])
+    # the other way round rollout 3 is .4 behind: its tokens with A < 0 go
+    got = rollout_mask(OLD, NEW, advantage, ROLLOUT, MASK, limit=0.3)
+    np.testing.assert_array_equal(got, [[0, 1], [1, 1], [1, 0]])
+    np.testing.assert_array_equal(
+        rollout_mask(OLD, NEW, advantage, ROLLOUT, MASK, limit=0.5), np.ones((3, 2))
+    )

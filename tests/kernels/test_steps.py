@@ -5,6 +5,7 @@ import numpy as np
 
 from jaxrl.kernels.steps import (
     amplified,
+    over_last_token,
     over_tokens,
     rollout_sum,
     step_gain,
@@ -28,6 +29,12 @@ def test_an_empty_response_sums_to_zero():
 def test_over_tokens():
     got = over_tokens(jnp.asarray([5.0, 6, 7]), ROLLOUT, MASK)
     np.testing.assert_array_equal(got, [[7, 7], [0, 5], [7, 0]])
+
+
+def test_over_last_token():
+    got = over_last_token(jnp.asarray([5.0, 6, 7]), ROLLOUT, MASK)
+    np.testing.assert_array_equal(got, [[0, 7], [0, 5], [7, 0]])  # the last of each branch
+    np.testing.assert_array_equal(over_last_token(jnp.ones(3), ROLLOUT, MASK & False), 0 * got)
 
 
 def test_step_over_tokens():

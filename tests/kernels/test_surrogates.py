@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.surrogates import clipped_surrogate, dual_clip, policy_gradient, signed_band
+from jaxrl.kernels.surrogates import (
+    clipped_surrogate,
+    detached_ratio,
+    dual_clip,
+    policy_gradient,
+    signed_band,
+)
 
 
 def row(*x):
@@ -106,3 +112,27 @@ def test_bounds_of_one_sign_do_not_touch_the_other(sign, name):
     np.testing.assert_array_equal(moved[1], banded(ratio, advantage)[1])
     own = name.replace("positive", "x").replace("negative", "positive").replace("x", "negative")
     assert (banded(ratio, advantage, **{own: 1.0})[1] != moved[1]).any()
+
+
+@pytest.mark.parametrize("logp", [-0.5, -1.0, -3.0])
+def test_case_24_the_weight_is_detached(logp):
+    # on-policy, A = 1: slope -1 for every logp. Not detached: -.5, 0 and +2
+    def loss(x):
+        return detached_ratio(x, jnp.exp(x - logp), row(1), low=0.0, high=5.0)[0].sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(row(logp)), [[-1]])
+
+
+def test_case_24_the_bounds_are_absolute_and_no_token_is_lost():
+    # weights min(r, 5): .1, 1, 5 and 5; A -1, 2, 1, -1
+    ratio, advantage, logp = row(0.1, 1, 7, 1e8), row(-1, 2, 1, -1), row(-1, -2, -3, -4)
+
+    def loss(x, low):
+        token_loss, diagnostics = detached_ratio(x, ratio, advantage, low=low, high=5.0)
+        return token_loss.sum(), (token_loss, diagnostics)
+
+    slope, (token_loss, diagnostics) = jax.grad(loss, has_aux=True)(logp, 0.0)
+    np.testing.assert_allclose(slope, [[0.1, -2, -5, 5]], rtol=1e-6)
+    np.testing.assert_allclose(token_loss, [[-0.1, 4, 15, -20]], rtol=1e-6)
+    np.testing.assert_array_equal(diagnostics["clipped"], [[0, 0, 1, 1]])
+    np.testing.assert_allclose(jax.grad(loss, has_aux=True)(logp, 0.8)[0][0, 0], 0.8, rtol=1e-6)
