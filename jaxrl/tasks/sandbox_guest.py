@@ -63,7 +63,9 @@ def literal(value: Any) -> str:
         return repr(value)
     if kind in (list, tuple):
         parts = ", ".join(literal(part) for part in value)
-        return f"[{parts}]" if kind is list else f"({parts},)"
+        if kind is list:
+            return f"[{parts}]"
+        return f"({parts},)" if value else "()"
     if kind in (set, frozenset):
         return "{" + ", ".join(sorted(literal(part) for part in value)) + "}" if value else "set()"
     if kind is dict:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     reason="the sandbox is Linux's seccomp on x86_64 or aarch64",
 )
 
-LIMITS = Limits(cpu_s=0.3, wall_s=1.0, memory_bytes=2**28, output_bytes=1000, timeouts=2)
+LIMITS = Limits(cpu_s=0.5, wall_s=2.0, memory_bytes=2**27, output_bytes=1000, timeouts=2)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_text_of_a_value_tells_its_types_and_not_its_order():
     assert literal({3, 1, 2}) == literal({2, 3, 1}) == "{1, 2, 3}"
     assert literal({"b": 1, "a": (2,)}) == "{'a': (2,), 'b': 1}"
     assert len({literal(x) for x in (1, 1.0, True, "1", [1], (1,), {1})}) == 7
-    assert literal(set()) == "set()" and literal(()) == "(,)"
+    assert literal(set()) == "set()" and literal(()) == "()"
     for value in (object(), range(3), [lambda: 0]):
         with pytest.raises(TypeError):
             literal(value)
@@ -107,7 +107,7 @@ def test_memory_ends(sandbox, body):
 def test_a_program_that_survives_its_memory_error_has_only_that_much(sandbox):
     body = "x = []\ntry:\n    while True: x.append(' ' * 2**20)\nexcept MemoryError: return len(x)"
     (cell,) = run(sandbox, body)
-    assert 50 < int(cell.text) <= LIMITS.memory_bytes / 2**20
+    assert 20 < int(cell.text) <= LIMITS.memory_bytes / 2**20
 
 
 ESCAPES = {
