@@ -1,9 +1,9 @@
 r"""Group-variance distillation: a student follows a teacher by the text alone.
 
-The teacher is the same model after a long supervised phase, and reads the student's texts in its own
-tokens; the student starts anew with a short one. A teacher that was trained with another tokenizer
-comes from another run: set scorers.teacher.weights to its weights, and scorers.teacher.tokenizer and
-.model to what it was trained with.
+The teacher is the same model after a long supervised phase, and reads the student's texts in its
+own tokens; the student starts anew with a short one. A teacher that was trained with another
+tokenizer comes from another run: set scorers.teacher.weights to its weights, and its tokenizer and
+model to what it was trained with.
 
 python -m jaxrl.launch --config configs/gvpo_distill.py --workdir /tmp/gvpo_distill
 Takes: unmeasured.   Reaches: unmeasured (held-out avg@4, commit, date).
