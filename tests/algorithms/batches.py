@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.contract import Algorithm
-from jaxrl.batch import ACTION, PAD, PROMPT, Batch
+from jaxrl.batch import ACTION, PAD, PROMPT, Batch, View
 
 SLOTS = 3  # rollouts of a group
 ROWS = 4 * SLOTS
@@ -53,6 +53,23 @@ def ragged(seed=0) -> Batch:
         valid=[1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1],
         truncated=[0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0],
         minibatch=np.repeat([0, 0, 1, 1], SLOTS),
+    )
+
+
+def shown(batch: Batch, **held) -> Batch:
+    """The batch with a view for each name, which holds whole rows: those where ``held`` is true."""
+    frame: Any = (batch.tokens, batch.position, batch.segment)
+    views = {}
+    for name, rows in held.items():
+        index: Any = np.where(np.asarray(rows, bool)[:, None], batch.position + 1, -1)
+        views[name] = View(*[*frame, index])
+    return dataclasses.replace(batch, views=views)
+
+
+def narrow(tree, dtype):
+    """Floats of a pytree in this number format."""
+    return jax.tree.map(
+        lambda x: np.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else None), tree
     )
 
 
