@@ -117,7 +117,7 @@ class Algorithm:
         minibatch = batch.minibatch[rollout]
         if self.verifier == "whitened":
             reward = over_tokens(batch.reward, rollout, acted)
-            advantage = whiten(reward, minibatch, acted)
+            advantage = whiten(reward, jnp.zeros_like(rollout), acted)  # over the take
         else:
             relative = group_scale if self.verifier == "scaled" else group_center
             advantage = over_tokens(
