@@ -24,6 +24,21 @@ PARAMETERS = {
         "overlong_buffer_tokens": 1,
         "drop_truncated": False,
     },
+    "dr_grpo": {"trust": TRUST, "length_tokens": 4},
+    "gspo": {"trust": TRUST},
+    "cispo": {"ratio_cap": 5.0, "ratio_floor": 0.0, "mismatch_cap": 2.0},
+    "reinforce_pp": {
+        "trust": TRUST,
+        "group_baseline": False,
+        "kl_weight": 0.0,
+        "discount": 1.0,
+    },
+    "ppo": {
+        "trust": TRUST,
+        "returns": {"value": False, "discount": 1.0, "trace": 1.0, "kl_weight": 0.0},
+        "value_clip": 0.2,
+        "whiten": True,
+    },
     "gvpo": {
         "beta": 0.5,
         "anchor": "start",
