@@ -170,9 +170,9 @@ def test_it_equals_the_paper():
     for kind, values in found.items():
         for i in range(24):
             mine = np.flatnonzero(group == group[i])
-            arguments = [x[mine].tolist() for x in (outcome, truth, mask)]
+            passed, known, counted = (x[mine].tolist() for x in (outcome, truth, mask))
             for j in range(6):
-                expected = paper.test_reward(*arguments, j, kind, False, 4)
+                expected = paper.reward_of_test(passed, known, counted, j, kind, False, 4)
                 np.testing.assert_allclose(values[i, j], expected, rtol=1e-6, atol=1e-12)
 
 

@@ -64,7 +64,7 @@ def binned_information(pairs, levels, miller_madow):
     return max(found, 0.0)
 
 
-def test_reward(passed, truth, counted, j, kind, gate, levels):
+def reward_of_test(passed, truth, counted, j, kind, gate, levels):
     """Reward of test j of a task. A pass rate knows no truth and no gate."""
     pairs = column(passed, truth, counted, j)
     if not pairs:
@@ -111,7 +111,7 @@ def advantages(rows, p):
         counted = [rows[i]["counted"] for i in coders]
         told = []
         for i in testers:
-            value = test_reward(
+            value = reward_of_test(
                 passed, truth, counted, rows[i]["test"], p["reward"], p["gate"], p["levels"]
             )
             told.append(value if rows[i]["rewarded"] or p["reward_duplicates"] else 0.0)

@@ -118,7 +118,9 @@ def test_m6_selection():
         valid = tests - sum(invalid)
         assert sum(invalid[j] for j in chosen) == max(0, min(tests, kept) - valid)
         again = rank(
-            *([row[j] for j in chosen] for row in ([not x for x in invalid], calls, columns))
+            [not invalid[j] for j in chosen],
+            [calls[j] for j in chosen],
+            [columns[j] for j in chosen],
         )
         assert sorted(select(again, kept)) == list(range(len(chosen)))
         fresh = [columns[j] for j in chosen if reasons[j] == ""]
