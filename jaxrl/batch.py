@@ -43,7 +43,8 @@ INJECTED = 4  # put into the context by a harness, or generated but not eligible
 class View:
     """The same action tokens behind another context (``with_solution``, ``with_feedback``, ...).
 
-    ``index[row token]`` is, for each token of the plain row, its place in the view's row, or -1.
+    ``index[row token]`` is, for each token of the plain row, its place in the view's row: -1 where
+    it has none, 0 where nothing stands before it, so that nothing predicts it there.
     """
 
     tokens: Int[Array, "row view_token"]

@@ -8,13 +8,15 @@ tokenizer, what was sampled is never encoded again.
     {response}  with {prompt}: all from the first action on, without feedback at the end; with
                 {history}: the step's action
     {feedback}  the environment's answer: after the last action, or after the step's
-    {solution}  the response of the first right sibling with another text, else the fact
+    {solution}  the response of the first right sibling that said something else, else the fact
                 ``solution`` (the task's own answer) and the end token
-    {wrong}     the response of the first wrong sibling with other tokens
+    {wrong}     the response of the first wrong sibling that said something else
 
 With {history} a view row holds one segment for each step, else one. The tokens of {response} and of
-{feedback} are found at their place there (``View.index``). A rollout whose placeholders
-cannot be filled, or that does not fit into the last bucket, has no place in the view.
+{feedback} are found at their place there (``View.index``). A step whose placeholders cannot be
+filled has no segment; a rollout that has none, or that does not fit into the last bucket, has no
+place in the view. No sibling with the rollout's own tokens or text is ever shown to it; the task's
+own answer is, also to a rollout that gave it.
 """
 
 import re
@@ -30,23 +32,28 @@ from jaxrl.pool.rollout import Rollout
 
 PLACEHOLDERS = ("prompt", "history", "response", "feedback", "solution", "wrong")
 SCORED = ("response", "feedback")  # parts whose tokens have a place in the view
-_PART = re.compile(r"\{(\w*)\}")
+_PART = re.compile(r"\{([^{}]*)\}")
 
 # Ids, and for each the column of the rollout that it is, or -1.
 Piece = tuple[np.ndarray, np.ndarray]
 
 
 def check(views: Mapping[str, str]) -> None:
-    """Raises ValueError naming the view for an unknown placeholder, one without {response}, one
-    with both {prompt} and {history}, and a view called plain."""
+    """Raises ValueError naming the view for an unknown placeholder or a brace of none, one that
+    comes twice, a template without {response} or with both {prompt} and {history}, and a view
+    called plain."""
     for name, template in views.items():
-        found = _PART.findall(template)
         where = f"scorers.views.{name}={template!r}"
+        if not isinstance(template, str):
+            raise ValueError(f"{where}; allowed: a text with placeholders")
+        found = _PART.findall(template)
         if name == "plain":
             raise ValueError(f"{where}: plain is the rollout as it was")
         unknown = sorted(set(found) - set(PLACEHOLDERS))
         if unknown:
             raise ValueError(f"{where}: {unknown} are unknown; allowed: {', '.join(PLACEHOLDERS)}")
+        if {"{", "}"} & set(_PART.sub("", template)):
+            raise ValueError(f"{where}: a brace opens or closes nothing; allowed: in placeholders")
         if "response" not in found or len(set(found)) != len(found):
             raise ValueError(f"{where}; allowed: {{response}} once, others at most once")
         if {"prompt", "history"} <= set(found):
@@ -85,16 +92,21 @@ def _response(rollout: Rollout) -> np.ndarray:
     return rollout.tokens[rollout.kind == ACTION].astype(np.int64)
 
 
+def _repeats(one: Rollout, other: Rollout) -> bool:
+    """Whether two rollouts said the same, perhaps in other tokens."""
+    if np.array_equal(_response(one), _response(other)):
+        return True
+    return bool(one.text) and one.text == other.text
+
+
 def _sibling(
     rollout: Rollout, group: Sequence[Rollout], correct: bool, tokenizer: Tokenizer
 ) -> np.ndarray | None:
     """The tokens that {solution} or {wrong} stands for; None if there are none."""
-    mine = _response(rollout)
     for other in group:
-        if other is rollout or other.reward is None or other.correct != correct:
+        if other.reward is None or other.correct != correct or _repeats(rollout, other):
             continue
-        theirs = _response(other)
-        if theirs.size and not np.array_equal(mine, theirs):
+        if (theirs := _response(other)).size:
             return theirs
     if correct and rollout.facts.get("solution"):
         shown = [*tokenizer.encode(str(rollout.facts["solution"])), tokenizer.eos_id]
@@ -176,18 +188,19 @@ def lay_out(
             laid[row] = found
     widest = max((sum(len(ids) for ids, _ in found) for found in laid.values()), default=0)
     width = min(bucket for bucket in token_buckets if bucket >= widest)
-    shape = (rows, width)
-    ids, position, segment = (np.zeros(shape, np.int32) for _ in range(3))
-    index = np.full((rows, tokens), -1, np.int32)
+    arrays: dict[str, Any] = {
+        name: np.zeros((rows, width), np.int32) for name in ("tokens", "position", "segment")
+    }
+    index: Any = np.full((rows, tokens), -1, np.int32)
     for row, found in laid.items():
         start = 0
-        for number, (piece, columns) in enumerate(found):
-            places = np.arange(start, start + len(piece))
-            ids[row, places] = piece
-            position[row, places] = np.arange(len(piece))
-            segment[row, places] = number + 1
-            # A segment's first token has nothing before it that predicts it.
-            own = (columns >= 0) & (places > start)
+        for number, (ids, columns) in enumerate(found):
+            places = np.arange(start, start + len(ids))
+            arrays["tokens"][row, places] = ids
+            arrays["position"][row, places] = np.arange(len(ids))
+            arrays["segment"][row, places] = number + 1
+            # Nothing predicts the first token of a segment; the first place of all says so itself.
+            own = (columns >= 0) & ((places > start) | (places == 0))
             index[row, columns[own]] = places[own]
-            start += len(piece)
-    return View(ids, position, segment, index), counts
+            start += len(ids)
+    return View(**arrays, index=index), counts
