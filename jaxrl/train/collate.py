@@ -155,20 +155,23 @@ def _slots(groups: Sequence[Group], groups_per_step: int, minibatches: int) -> l
     return slots
 
 
-def _fact(name: str, rollout: Rollout, tokens: int) -> np.ndarray:
-    """A fact as a row: per-token ones are padded with 0 to the bucket, others go as they are."""
+def _fact(name: str, rollout: Rollout) -> np.ndarray:
+    """A fact as an array. Raises ValueError naming it if it is not made of numbers."""
     value = np.asarray(rollout.facts[name])
-    value = value.astype(np.float32 if np.issubdtype(value.dtype, np.floating) else np.int32)
-    if value.ndim == 1 and len(value) == len(rollout.tokens):
-        return np.pad(value, (0, tokens - len(value)))
-    return value
+    if value.dtype.kind not in "biuf":
+        raise ValueError(
+            f"the fact {name!r} of group {rollout.group_id} sample {rollout.sample} is "
+            f"{rollout.facts[name]!r}; allowed for an algorithm: numbers"
+        )
+    return value.astype(np.float32 if value.dtype.kind == "f" else np.int32)
 
 
 def _facts(
     placed: Mapping[int, Rollout], needs: Sequence[str], rows: int, tokens: int, algorithm: str
 ) -> dict:
-    """Facts that the algorithm asked for, 0 in empty slots. Raises ValueError naming the fact that
-    is missing."""
+    """Facts that the algorithm asked for, 0 in empty slots. A fact that has the length of every
+    rollout's tokens belongs to tokens and is padded with 0, others go as they are. Raises
+    ValueError naming the fact that is missing."""
     facts = {}
     for name in needs:
         for rollout in placed.values():
@@ -178,7 +181,10 @@ def _facts(
                     f"{rollout.group_id} sample "
                     f"{rollout.sample} lacks; it has: {sorted(rollout.facts)}"
                 )
-        values = {row: _fact(name, rollout, tokens) for row, rollout in placed.items()}
+        values = {row: _fact(name, rollout) for row, rollout in placed.items()}
+        lengths = {row: (len(rollout.tokens),) for row, rollout in placed.items()}
+        if lengths == {row: value.shape for row, value in values.items()}:
+            values = {r: np.pad(value, (0, tokens - len(value))) for r, value in values.items()}
         shapes = {value.shape for value in values.values()}
         if len(shapes) > 1:
             raise ValueError(
