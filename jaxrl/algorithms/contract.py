@@ -18,9 +18,9 @@ the start of the take.
 temperature: ``"student"`` for ("student", "plain"), else ``"who/view"``. Who scores: ``student``;
 ``reference``, a frozen copy of the phase's first student; ``self``, the student's moving average;
 ``teacher``, another model; ``value``, one output a position, not divided by the temperature: the
-value of the state before the token; ``novelty``, one output, the same at all tokens of a rollout. A
-view is a template of ``config.scorers.views``, or ``plain``: the rollout as it was; where
-``batch.held(view)`` is false the logits are finite and mean nothing.
+value of the state before the token; ``novelty``, an output for each of its networks, the same at
+all tokens of a rollout. A view is a template of ``config.scorers.views``, or ``plain``: the rollout
+as it was; where ``batch.held(view)`` is false the logits are finite and mean nothing.
 
 Other roles that learn from the same take are ``lessons``: each has its own scorers, credit and
 loss, and trains after the student; what it changes is seen by nobody before the next take.
@@ -137,8 +137,9 @@ def names() -> list[str]:
 def load(name: str, **parameters: Any) -> Algorithm:
     """Build ``jaxrl/algorithms/<name>.py``'s ``Algorithm``.
 
-    A mapping given for a field that is a dataclass becomes that dataclass. Raises ValueError naming the algorithms that exist if there is no such file; TypeError naming
-    the field if a parameter is missing or unknown.
+    A mapping given for a field that is a dataclass becomes that dataclass. Raises ValueError naming
+    the algorithms that exist if there is no such file; TypeError naming the field if a parameter is
+    missing or unknown, or no mapping where a dataclass is wanted.
     """
     if name not in names():
         raise ValueError(f"algorithm.name={name!r} is unknown; allowed: {', '.join(names())}")
@@ -153,14 +154,14 @@ def _build(what: str, kind: Any, parameters: Mapping[str, Any]) -> Any:
     if unknown or missing:
         raise TypeError(f"{what} takes {fields}; unknown: {unknown}; missing: {missing}")
     types = typing.get_type_hints(kind)
-    return kind(
-        **{
-            field: _build(f"{what}.{field}", types[field], value)
-            if isinstance(value, Mapping) and dataclasses.is_dataclass(types[field])
-            else value
-            for field, value in parameters.items()
-        }
-    )
+    built = {}
+    for field, value in parameters.items():
+        wanted: Any = types[field]
+        nested = dataclasses.is_dataclass(wanted) and type(value) is not wanted
+        if nested and not isinstance(value, Mapping):
+            raise TypeError(f"{what}.{field}={value!r}; allowed: a mapping of its fields")
+        built[field] = _build(f"{what}.{field}", wanted, value) if nested else value
+    return kind(**built)
 
 
 def everyone(algorithm: Algorithm) -> tuple[tuple[str, str], ...]:
