@@ -197,7 +197,8 @@ class Policy:
             shown, mask = batch, batch.acted
         else:
             shown = batch.views[view]
-            place = jnp.where(batch.acted & batch.held(view), shown.index, shown.tokens.shape[1])
+            own = batch.acted & (shown.index >= 0)  # one that nothing predicts still has a state
+            place = jnp.where(own, shown.index, shown.tokens.shape[1])
             rows = jnp.arange(place.shape[0])[:, None]
             mask = jnp.zeros(shown.tokens.shape, bool).at[rows, place].set(True, mode="drop")
         return model.features(
@@ -317,11 +318,16 @@ def build(
     rules: Rules,
     others: Mapping[str, ModelConfig] | None = None,
 ) -> Policy:
-    """A policy, with the forms of the other models that score beside it. Raises ValueError naming the field, its value and what is allowed if the mesh does
-    not divide the model.
+    """A policy, with the forms of the other models that score beside it.
+
+    Raises ValueError naming the field, its value and what is allowed if the mesh does not divide
+    a model, or a model gives no logits over the student's vocabulary where it should.
     """
     others = others or {}
-    for who, form in {"model": config, **others}.items():
+    for who, form in {"student": config, **others}.items():
+        section = "model" if who in ("student", VALUE) else f"scorers.{who}.model"
+        if who != VALUE and form.outputs:
+            raise ValueError(f"{section}.outputs={form.outputs}; allowed: 0 (logits)")
         sizes = {
             "embed": ("width", form.width),
             "heads": ("heads", form.heads),
@@ -332,11 +338,11 @@ def build(
             "layers": ("layers", form.layers),
         }
         for logical, (field, value) in sizes.items():
-            require_divisible(f"{who}.{field}", value, mesh, rules[logical])
-        if who != VALUE and form.vocab_size != config.vocab_size:
+            require_divisible(f"{section}.{field}", value, mesh, rules[logical])
+        if form.vocab_size != config.vocab_size:
             raise ValueError(
-                f"scorers.{who}.model.vocab_size={form.vocab_size}; allowed: {config.vocab_size}, "
-                "the student's (logits are compared id by id)"
+                f"{section}.vocab_size={form.vocab_size}; allowed: {config.vocab_size}, the "
+                "student's (logits are compared id by id)"
             )
     policy = Policy(config, mesh, rules, tuple(sorted(others.items())))
     policy.specs  # noqa: B018 - raises if two axes of a parameter claim one mesh axis
