@@ -53,16 +53,18 @@ def build(
 ) -> dict[str, Role]:
     """The roles that the phase's algorithm reads, besides student and reference.
 
-    ``self`` starts as the student; ``value`` as its trunk with an output of 0; ``novelty`` is drawn
-    anew. ``teacher`` are its weights, if the algorithm reads one.
+    ``self`` starts as the student, in float32 at least: its steps are too small for less; ``value``
+    as the student's trunk with an output of 0; ``novelty`` is drawn anew. ``teacher`` are its
+    weights, if the algorithm reads one.
     """
     algorithm = algorithms.load(**phase.algorithm)
     txs = learners(phase, algorithm)
     asked = roles_of(algorithm)
-    freeze = {who: phase.scorers.optimizer(who).freeze for who in (TEACHER, VALUE)}
+    freeze = {who: phase.scorers.optimizer(who).freeze for who in (TEACHER, VALUE, NOVELTY)}
     made: dict[str, Role] = {}
     if SELF in asked:
-        made[SELF] = scorer(student, ema_rate=phase.scorers.average.ema_rate)
+        average = {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for n, x in student.items()}
+        made[SELF] = scorer(average, ema_rate=phase.scorers.average.ema_rate)
     if TEACHER in asked:
         assert teacher is not None
         made[TEACHER] = scorer(teacher, tx=txs.get(TEACHER), freeze=freeze[TEACHER])
@@ -76,5 +78,6 @@ def build(
         width, hidden = phase.model.width, phase.scorers.novelty.hidden
         layers = len(novelty.depths(phase.model.layers))
         params = novelty.init(key, layers=layers, width=width, hidden=hidden)
-        made[NOVELTY] = scorer(params, tx=txs.get(NOVELTY), freeze=(f"^{novelty.FROZEN}",))
+        fixed = (f"^{novelty.FROZEN}", *freeze[NOVELTY])
+        made[NOVELTY] = scorer(params, tx=txs.get(NOVELTY), freeze=fixed)
     return made

@@ -1,8 +1,9 @@
 """The one jitted step: any algorithm, any policy, any mesh of ``data``, ``fsdp`` and ``tensor``.
 
-    observe     scorers that the credit or the loss needs, no gradient, micro-batch after
-    micro-batch credit      once, over the whole take update      epochs x minibatches times:
-    micro-batch gradients are added, then one ``tx.update``
+    observe     scorers that the credit or the loss needs, no gradient, in micro-batches
+    credit      once, over the whole take
+    update      epochs x minibatches times: gradients of micro-batches are added, then one
+                ``tx.update``
 
 Roles with an ``ema_rate`` follow the student after each update. Lessons come last: other roles that
 train on the same take, each with the models as they were at its start.
@@ -240,7 +241,7 @@ def follow(role: Role, student: Role, made: Array) -> Role:
     """A moving average goes on towards the student, if there was an update."""
 
     def move(old: Array, new: Array) -> Array:
-        mixed = role.ema_rate * old + (1 - role.ema_rate) * new
+        mixed = old + (1 - role.ema_rate) * (new - old)  # exact where the two are equal
         return jnp.where(made, mixed, old).astype(old.dtype)
 
     return dataclasses.replace(
@@ -334,7 +335,10 @@ def make_step(
         "rollouts_per_group": rollouts_per_group,
     }
     lesson_txs = lesson_txs or {}
-    lacking = sorted({who for who, _ in algorithm.lessons} - set(lesson_txs))
+    pupils = [who for who, _ in algorithm.lessons]
+    if len({STUDENT, *pupils}) != len(pupils) + 1:
+        raise ValueError(f"lessons for {pupils}; allowed: one a role, none for the student")
+    lacking = sorted(set(pupils) - set(lesson_txs))
     if lacking:
         raise ValueError(f"the algorithm trains {lacking}; allowed: roles with an optimizer")
     return Step(policy, algorithm, tx, mesh, cuts, lesson_txs)
