@@ -114,6 +114,16 @@ def read_weights(
     return jax.device_put(host, {name: shardings[name] for name in host}), manifest
 
 
+def check_weights(path: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Read a published version's manifest only. Raises ValueError if the directory is none, or
+    naming at once all tensors that are not the model's."""
+    stated = _read_manifest(epath.Path(path))["tensors"]
+    found = {name: (tuple(x["shape"]), x["dtype"]) for name, x in stated.items()}
+    expected = {name: (tuple(x.shape), str(x.dtype)) for name, x in shapes.items()}
+    if faults := _differences(found, expected, "the model"):
+        raise ValueError(f"{path} does not fit: " + "; ".join(faults))
+
+
 def _tensors(payload: bytes) -> dict[str, np.ndarray]:
     """The tensors of a file. Raises ValueError naming those of a dtype that no parameter has."""
     held = dict(safetensors.deserialize(payload))

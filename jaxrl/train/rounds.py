@@ -14,7 +14,7 @@ from jaxrl import mesh
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.model import policy
 from jaxrl.model.policy import Policy
-from jaxrl.model.pretrained import read_weights, write_weights
+from jaxrl.model.pretrained import check_weights, read_weights, write_weights
 from jaxrl.model.sampler import Sampler
 from jaxrl.pool import recorded
 from jaxrl.pool.contract import RolloutPool
@@ -25,7 +25,7 @@ from jaxrl.train import loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Parts
 from jaxrl.train.metrics import Logger, Progress
-from jaxrl.train.settings import Phase
+from jaxrl.train.settings import STARTS, Phase
 from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
 from jaxrl.train.workdir import Workdir
 
@@ -127,12 +127,28 @@ def stored(name: str, root: epath.Path) -> epath.Path:
     return epath.Path(name) if "/" in name else root / "phases" / name
 
 
+def check_stored(phase: Phase, parts: Parts) -> None:
+    """ValueError for a directory, named by the config, whose weights do not fit: not a phase
+    later."""
+    named = {"train.start": (phase.train.start, parts.policy.shapes)}
+    if needs_teacher(phase):
+        form = parts.policy.form_of(roles.TEACHER)
+        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, form.shapes)
+    for field, (path, shapes) in named.items():
+        if "/" not in path:
+            continue
+        try:
+            check_weights(path, shapes)
+        except ValueError as error:
+            raise ValueError(f"phases.{phase.name}: {field}: {error}") from error
+
+
 def begin(
     phase: Phase, parts: Parts, root: epath.Path, previous: dict[str, jax.Array] | None
 ) -> TrainState:
     """The first state, where the step wants it. ``previous`` is the student of the phase before."""
     student, params = parts.policy, previous
-    if phase.train.start not in ("", "fresh"):
+    if phase.train.start not in STARTS:
         path = stored(phase.train.start, root)
         params, _ = read_weights(path, student.shardings, shapes=student.shapes)
     elif params is None:
@@ -247,6 +263,8 @@ def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[
         form(phase, parts)
     checkpoints = Checkpoints(root / "checkpoints", keep=phases[-1].checkpoint.keep)
     restored = resume(phases, parts, checkpoints)
+    for phase in () if restored else phases:  # a checkpoint holds what its phase has read
+        check_stored(phase, parts)
     report.write_start(root, config)
     books = Books(
         workdir=Workdir(root),

@@ -15,6 +15,9 @@ from jaxrl.model.transformer import ModelConfig
 from jaxrl.train import views
 from jaxrl.train.optimizer import OptimizerConfig
 
+# Words of train.start that name no phase: go on with what is there, and begin anew.
+STARTS = ("", "fresh")
+
 # A phase trains the same weights on the same questions on the same devices as the others.
 SHARED = ("seed", "model", "mesh", "task")
 
@@ -285,16 +288,27 @@ def _overridden(base: dict[str, Any], override: Mapping[str, Any], where: str) -
     return merged
 
 
+def _differing(section: str, kind: Any, base: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """A section like ``base``, whose errors name the one that says what differs."""
+    try:
+        return kind(**{**base, **own})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{section}: {error}") from error
+
+
 def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
     """The models besides the student: their ``model`` and ``optimizer`` say what differs."""
     fields = sections["scorers"]
+    known = {"self", "teacher", "value", "novelty", "views"}
+    if set(fields) != known:
+        raise TypeError(f"scorers has {sorted(fields)}; allowed: exactly {sorted(known)}")
 
     def optimizer(who: str) -> OptimizerConfig:
         own = {"freeze": (), **fields[who]["optimizer"]}
-        return OptimizerConfig(**{**sections["optimizer"], **own})
+        return _differing(f"scorers.{who}", OptimizerConfig, sections["optimizer"], own)
 
     teacher = fields["teacher"]
-    model = ModelConfig(**{**sections["model"], **teacher["model"]})
+    model = _differing("scorers.teacher", ModelConfig, sections["model"], teacher["model"])
     return ScorersConfig(
         average=AverageConfig(**fields["self"]),
         teacher=TeacherConfig(**{**teacher, "model": model, "optimizer": optimizer("teacher")}),
@@ -305,11 +319,12 @@ def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
 
 
 def _refer(resolved: list[Phase], phase: Phase) -> None:
-    """Check that weights of other phases are those of earlier ones."""
+    """Check that weights of other phases are those of earlier ones, and that they fit."""
     earlier = [other.name for other in resolved]
+    teacher = phase.scorers.teacher
     named = {
-        "train.start": (phase.train.start, ("", "fresh")),
-        "scorers.teacher.weights": (phase.scorers.teacher.weights, ("",)),
+        "train.start": (phase.train.start, STARTS),
+        "scorers.teacher.weights": (teacher.weights, ("",)),
     }
     for field, (value, words) in named.items():
         if value not in words and value not in earlier and "/" not in value:
@@ -318,6 +333,11 @@ def _refer(resolved: list[Phase], phase: Phase) -> None:
                 f"phases.{phase.name}: {field}={value!r}; allowed: {', '.join(allowed)}, or a "
                 "directory of weights (a path with a /)"
             )
+    if teacher.weights in earlier and teacher.model != phase.model:
+        raise ValueError(
+            f"phases.{phase.name}: scorers.teacher.model differs from model; allowed beside "
+            f"scorers.teacher.weights={teacher.weights!r}: a student's form"
+        )
 
 
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
@@ -362,6 +382,11 @@ def phases(config: ConfigDict) -> list[Phase]:
     if not order or len(set(order)) != len(order) or set(order) != set(table):
         raise ValueError(
             f"phases.order={order!r}; allowed: each of phases' entries {sorted(table)} exactly once"
+        )
+    if confusing := [name for name in order if name in STARTS or "/" in name]:
+        raise ValueError(
+            f"phases.{confusing[0]}: train.start could mean something else; allowed: names "
+            "without a /, and not 'fresh'"
         )
     resolved: list[Phase] = []
     for name in order:
