@@ -13,7 +13,6 @@ from jaxrl.pool.rollout import Rollout, StopReason, Version
 # jaxrl.pool.rollout.judged
 Keep = Callable[[np.ndarray, Mapping[str, Any]], bool]
 
-
 # annotate(rollouts of a group) -> more facts for each, from something that only the trainer has
 # (another model's log-probs)
 Annotate = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
@@ -163,7 +162,7 @@ class Mark(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Whatever else was observed, by name."""
+        """Whatever else was observed, by name: JSON values, or arrays of numbers with one axis."""
         ...
 
 

@@ -2,9 +2,12 @@
 cannot."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxrl.pool.contract import Mark, Question, Questions
 from jaxrl.pool.rollout import Failure
@@ -28,8 +31,8 @@ def judge(
     """One outcome for each text, in order.
 
     A grouped source is asked once, and what it raises is a fault of the whole group; others are
-    asked for each text. A score that is not finite gives no reward, and no failure becomes a
-    reward of 0.
+    asked for each text. A score that is not finite gives no reward, nor does a fact that cannot be
+    recorded, and no failure becomes a reward of 0.
     """
     # A right answer is recorded with the facts: privileged contexts may show it to a teacher.
     known = {"solution": task.answer} if task.answer else {}
@@ -53,8 +56,8 @@ def _asked(source: Questions, task: Question, text: str) -> Mark | str:
 
 def _outcome(mark: Mark | str, reward: str, known: Mapping[str, Any]) -> Outcome:
     """A verdict, or the text of an error, as an outcome."""
-    if not isinstance(mark, str) and not math.isfinite(mark.score):
-        mark = f"the verifier's score is {mark.score}"
+    if not isinstance(mark, str):
+        mark = _flaw(mark) or mark
     if isinstance(mark, str):
         return Outcome(None, {}, False, Failure.DATA, {**known, "error": mark}, "")
     return Outcome(
@@ -65,3 +68,19 @@ def _outcome(mark: Mark | str, reward: str, known: Mapping[str, Any]) -> Outcome
         facts={**known, **mark.facts},
         feedback=mark.feedback,
     )
+
+
+def _flaw(mark: Mark) -> str:
+    """What keeps a verdict from being a reward and a record; "" for nothing."""
+    if not math.isfinite(mark.score):
+        return f"the verifier's score is {mark.score}"
+    for name, fact in {**mark.components, **mark.facts}.items():
+        if isinstance(fact, np.ndarray):
+            if fact.ndim != 1 or fact.dtype.kind not in "biuf":
+                return f"the verifier's {name!r} is {fact.dtype}{list(fact.shape)}, not a column"
+            continue
+        try:
+            json.dumps(fact, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            return f"the verifier's {name!r} cannot be recorded: {error}"
+    return ""

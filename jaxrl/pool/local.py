@@ -130,17 +130,10 @@ class LocalPool:
             )
         if reward not in ("exact", "score"):
             raise ValueError(f"task.reward={reward!r}; allowed: 'exact', 'score'")
-        least = {
-            "rollouts_per_group": (rollouts_per_group, 1),
-            "max_new_tokens": (max_new_tokens, 1),
-            "max_prompt_tokens": (max_prompt_tokens, 1),
-            "max_refills": (max_refills, 0),
-            "max_feedback_tokens": (max_feedback_tokens, 0),
-            "epochs": (epochs, 0),
-        }
-        for name, (value, low) in least.items():
-            if value < low:
-                raise ValueError(f"{name}={value!r}; allowed: >= {low}")
+        _at_least(1, rollouts_per_group=rollouts_per_group, max_new_tokens=max_new_tokens)
+        _at_least(1, max_prompt_tokens=max_prompt_tokens)
+        _at_least(0, max_refills=max_refills, max_feedback_tokens=max_feedback_tokens)
+        _at_least(0, epochs=epochs)
         self._tasks = source.tasks(split)
         if not self._tasks:
             raise ValueError(f"the task source has no {split!r} task; allowed: at least one")
@@ -158,13 +151,12 @@ class LocalPool:
         self._max_feedback_tokens = max_feedback_tokens
         self._keep = keep
         self._annotate = annotate
-        self._reward = reward
+        self._reward: Literal["exact", "score"] = reward
         self._record_dir = None if record_dir is None else pathlib.Path(record_dir)
         self._end = min(epochs * len(self._tasks), MAX_GROUPS) if epochs else MAX_GROUPS
         self._cursor = Cursor()
-        self._failures: dict[
-            str, list[int]
-        ] = {}  # content hash of a task: groups its verifier failed in
+        # Content hash of a task: groups that its verifier failed in.
+        self._failures: dict[str, list[int]] = {}
         self._version: Version | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
@@ -281,11 +273,23 @@ class LocalPool:
         return drawn
 
     def _prompts(self, task: Question) -> list[list[int]]:
-        """The ids of each sample's prompt; each text is encoded once."""
+        """The ids of each sample's prompt; each text is encoded once. PoolError if the source
+        cannot tell them."""
         samples = self._rollouts_per_group
-        texts = self._source.prompts(task, samples) if self._source.grouped else [task.prompt]
-        ids = {text: self._tokenizer.encode(text) for text in texts}
-        return [ids[texts[sample % len(texts)]] for sample in range(samples)]
+        texts: Sequence[str] = [task.prompt] * samples
+        if self._source.grouped:
+            try:
+                texts = self._source.prompts(task, samples)
+            except Exception as error:
+                raise PoolError(
+                    f"the prompts of task {task.key!r} failed: {type(error).__name__}: {error}"
+                ) from error
+        if len(texts) != samples:
+            raise PoolError(
+                f"task {task.key!r} has {len(texts)} prompts for {samples} samples; one each"
+            )
+        ids = {text: self._tokenizer.encode(text) for text in dict.fromkeys(texts)}
+        return [ids[text] for text in texts]
 
     def _refusal(self, task: Question, prompts: Sequence[Sequence[int]]) -> str | None:
         if len(self._failures.get(task.content_hash, ())) >= QUARANTINE_AFTER:
@@ -469,6 +473,12 @@ class LocalPool:
             raise PoolError(
                 f"the rollouts of step {step} cannot be recorded at {path}: {error}"
             ) from error
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value!r}; allowed: >= {least}")
 
 
 def _check_end(tokens: np.ndarray, reason: StopReason, request: Request) -> None:

@@ -25,7 +25,8 @@ class Task:
 class Verdict:
     """``score`` as the verifier gives it; ``correct`` is score >= 1, which is what accuracy
     counts. ``feedback`` is what the environment answers, "" for nothing: it follows the response in
-    the rollout. ``facts`` are numbers, text or arrays that a method may ask for.
+    the rollout. ``facts`` are what a method may ask for: JSON values (lists of lists for a table),
+    or numpy arrays of numbers with one axis.
     """
 
     score: float
