@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxrl import evaluate, mesh
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.algorithms.contract import Algorithm, everyone
+from jaxrl.batch import Batch
 from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
@@ -266,7 +267,7 @@ def log(
 
 def views_of(parts: Parts, phase: Phase, algorithm: Algorithm) -> Shown:
     """The contexts besides the plain one that an algorithm reads. ValueError naming those that the
-    config does not define."""
+    config does not define, or that nothing can fill."""
     asked = sorted({view for _, view in everyone(algorithm)} - {"plain"})
     lacking = [view for view in asked if view not in phase.scorers.views]
     if lacking or (asked and not phase.train.view_token_buckets):
@@ -277,6 +278,12 @@ def views_of(parts: Parts, phase: Phase, algorithm: Algorithm) -> Shown:
             f"are: {phase.train.view_token_buckets!r})"
         )
     templates = {view: phase.scorers.views[view] for view in asked}
+    deaf = [view for view in asked if "{feedback}" in templates[view]]
+    if deaf and phase.pool.kind == "local" and not phase.pool.max_feedback_tokens:
+        raise ValueError(
+            f"phases.{phase.name}: the views {deaf} show feedback, but "
+            "pool.max_feedback_tokens=0; allowed: > 0"
+        )
     return Shown(templates, phase.train.view_token_buckets, parts.tokenizer)
 
 
@@ -319,6 +326,23 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
     return algorithm, step
 
 
+def lay_out(
+    parts: Parts, phase: Phase, algorithm: Algorithm, groups: Sequence[Group]
+) -> tuple[Batch, dict[str, float]]:
+    """Groups as a Batch on the mesh, and what collate counted."""
+    batch, counts = collate(
+        groups,
+        token_buckets=phase.train.token_buckets,
+        groups_per_step=phase.train.groups,
+        rollouts_per_group=phase.pool.rollouts_per_group,
+        minibatches=phase.train.minibatches,
+        needs=algorithm.needs,
+        algorithm=phase.algorithm["name"],
+        shown=views_of(parts, phase, algorithm),
+    )
+    return mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec), counts
+
+
 def is_due(phase: Phase, step: int) -> bool:
     """Whether held-out accuracy is measured after so many steps, besides before and after."""
     return phase.eval.every_steps > 0 and step % phase.eval.every_steps == 0
@@ -333,7 +357,6 @@ def train(
     Ends early, with a line that says so, when the pool has nothing left.
     """
     algorithm, train_step = prepare(parts, phase)
-    shown = views_of(parts, phase, algorithm)
     if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
         measure(parts, books, phase, state)  # its curve was cut where the run resumes
     save_s = 0.0
@@ -349,17 +372,7 @@ def train(
             rescue(books, phase, state, pool)  # nothing that was trained is lost with the pool
             raise
         taken, compiled_then = time.monotonic(), COMPILATION.seconds
-        batch, counts = collate(
-            groups,
-            token_buckets=phase.train.token_buckets,
-            groups_per_step=phase.train.groups,
-            rollouts_per_group=phase.pool.rollouts_per_group,
-            minibatches=phase.train.minibatches,
-            needs=algorithm.needs,
-            algorithm=phase.algorithm["name"],
-            shown=shown,
-        )
-        placed = mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec)
+        placed, counts = lay_out(parts, phase, algorithm, groups)
         with jax.transfer_guard("disallow"):
             state, metrics = train_step(state, placed)
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
