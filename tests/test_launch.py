@@ -169,7 +169,7 @@ def test_case_33_narrow_masters_at_a_low_rate_are_warned_of(tmp_path):
     config.model.param_dtype = "bfloat16"
     config.optimizer.learning_rate = 1e-6
     phases = settings.phases(config)
-    parts = rounds.assemble(phases[0], epath.Path(tmp_path))
+    parts = rounds.assemble(phases, epath.Path(tmp_path))
     with pytest.warns(UserWarning, match="learning_rate=1e-06 is below half a unit"):
         loop.prepare(parts, phases[-1])
 
