@@ -44,6 +44,7 @@ from jaxrl.pool.rollout import (
     digest_of,
     judged,
 )
+from jaxrl.pool.shards import of_shard
 from jaxrl.pool.spool import SUFFIX, Writer
 
 # Group ids from here on belong to evaluation: the same id would mean the same random keys.
@@ -82,13 +83,13 @@ class LocalPool:
     """A RolloutPool without workers: ``rollouts_per_group`` samples of each of the next prompts,
     verified.
 
-    Prompts come in an order given by (seed, epoch), each once an epoch; the position is all that
-    resuming needs, and it is exact (see ``Cursor``). A prompt over ``max_prompt_tokens`` is passed
-    over and counted, never cut. A group is handed over only if all its rollouts can be used and
-    ``keep(rewards, facts)`` wants it; others are counted and refilled one for one, for
-    ``max_refills`` rounds, then fewer groups are returned, perhaps none. ``reward`` is "exact" (1
-    if correct else 0) or "score" (as the verifier gives it). ``epochs=0`` means no end; else
-    PoolEnd follows the last take.
+    Prompts of the ``shard`` (see ``of_shard``) come in an order given by (seed, epoch), each once
+    an epoch; the position is all that resuming needs, and it is exact (see ``Cursor``). A prompt
+    over ``max_prompt_tokens`` is passed over and counted, never cut. A group is handed over only if
+    all its rollouts can be used and ``keep(rewards, facts)`` wants it; others are counted and
+    refilled one for one, for ``max_refills`` rounds, then fewer groups are returned, perhaps none.
+    ``reward`` is "exact" (1 if correct else 0) or "score" (as the verifier gives it). ``epochs=0``
+    means no end; else PoolEnd follows the last take.
 
     Staleness is 0: completions of another version than the newest published one are a PoolError,
     and so is a take before anything was published, an error of the generator (with its text) and a
@@ -123,6 +124,7 @@ class LocalPool:
         record_dir: str | os.PathLike[str] | None = None,
         epochs: int = 0,
         split: Literal["train", "held_out"] = "train",
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         if not temperature > 0:
             raise ValueError(
@@ -134,9 +136,9 @@ class LocalPool:
         _at_least(1, max_prompt_tokens=max_prompt_tokens)
         _at_least(0, max_refills=max_refills, max_feedback_tokens=max_feedback_tokens)
         _at_least(0, epochs=epochs)
-        self._tasks = source.tasks(split)
+        self._tasks = of_shard(source.tasks(split), shard)
         if not self._tasks:
-            raise ValueError(f"the task source has no {split!r} task; allowed: at least one")
+            raise ValueError(f"no {split!r} task in shard {shard}; allowed: at least one")
         self._generator = generator
         self._tokenizer = tokenizer
         self._source = source
