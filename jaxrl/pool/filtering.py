@@ -80,20 +80,22 @@ def distil(
     records: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
+    run_id: str,
     limit: int,
     characters: int,
     repeats: int,
 ) -> dict[str, int]:
-    """Write the survivors of the records below a directory to ``target/survivors.rollouts``.
+    """Write the survivors of a run's records in a directory to ``target/survivors.rollouts``.
 
-    The same records give the same bytes, whatever lay there. Returns the counts of ``survivors``;
-    where none was kept the file has no record. ``target`` must not lie below ``records``.
+    Records of other runs that lie there do not count. The same records give the same bytes,
+    whatever lay at the target, which must not be below ``records``. Returns the counts of
+    ``survivors``; where none was kept the file has no record.
     FileNotFoundError without records, RecordError, naming file and offset, for a damaged one.
     """
     files = sorted(pathlib.Path(records).glob("**/*" + SUFFIX))
     if not files:
         raise FileNotFoundError(f"{records}: no file of rollouts (*{SUFFIX}) there")
-    found = (rollout for file in files for rollout in read(file))
+    found = (rollout for file in files for rollout in read(file) if rollout.run_id == run_id)
     kept, counts = survivors(found, limit=limit, characters=characters, repeats=repeats)
     with Writer(pathlib.Path(target) / f"survivors{SUFFIX}") as writer:
         for rollout in kept:

@@ -117,10 +117,12 @@ def test_records_are_distilled_to_the_same_bytes(tmp_path):
             with Writer(tmp_path / folder / f"{file}.rollouts") as writer:
                 for i in order[2 * file : 2 * file + 2]:
                     writer.append(rollouts[i])
+                writer.append(right("a", 0, run_id="of another run", group_id=9))
     written = []
     for source in ("one", "two", "kept/one"):
         target = tmp_path / "kept" / source
-        assert distil(tmp_path / source, target, **LIMITS)["kept"] == 2
+        counts = distil(tmp_path / source, target, run_id="r", **LIMITS)
+        assert (counts["kept"], counts["empty"]) == (2, 0)
         written.append((target / "survivors.rollouts").read_bytes())
     assert len(set(written)) == 1
     pool = RecordedPool(tmp_path / "kept/one", seed=0, rollouts_per_group=1, epochs=1)
@@ -132,8 +134,8 @@ def test_records_are_distilled_to_the_same_bytes(tmp_path):
 def test_nothing_right_leaves_no_record_and_no_records_are_an_error(tmp_path):
     with Writer(tmp_path / "explored" / "step-0.rollouts") as writer:
         writer.append(right(correct=False))
-    counts = distil(tmp_path / "explored", tmp_path / "kept", **LIMITS)
+    counts = distil(tmp_path / "explored", tmp_path / "kept", run_id="r", **LIMITS)
     assert (counts["read"], counts["incorrect"], counts["kept"]) == (1, 1, 0)
     assert list(read(tmp_path / "kept" / "survivors.rollouts")) == []
     with pytest.raises(FileNotFoundError, match="nothing"):
-        distil(tmp_path / "nothing", tmp_path / "kept", **LIMITS)
+        distil(tmp_path / "nothing", tmp_path / "kept", run_id="r", **LIMITS)
