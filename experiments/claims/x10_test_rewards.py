@@ -21,7 +21,14 @@ Expect: the pass rate makes trivial tests; information without the gate makes in
 planted ones inverted and telling tell as much, so that either may win); with the gate, telling
 ones; covariance does as well as information. Without a rule for copies the planted writer repeats
 itself. With equal programs nothing earns anything and nothing is learnt.
-Result: open.
+Result: (commit 55786ed, 2026-11-29; 10 seeds, means; rates of 0.1 to 10 by each arm's own reward)
+kinds: the pass rate puts .998 on trivial tests; information without the gate .999 on inverted ones;
+with the gate information, covariance, bins and bins after Miller-Madow .999 on telling ones alike.
+planted: the pass rate .999 trivial; without the gate .80 [.50, 1.10] telling and .20 inverted, by
+seed all of one or all of the other; with the gate 1.000 telling, but on 1.02 tests; where copies
+earn nothing .961 [.946, .975] telling on 11.4 [10.4, 12.3] tests, .046 of it copies; with equal
+programs the policy stays uniform on 40. So the rule for copies, not the information, keeps tests
+from being one test.
 """
 
 import functools
