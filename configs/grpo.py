@@ -22,6 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "scale_by_std": True,
             "full_group": 0.0,  # group size whose scale all groups get; 0: no factor, inf: n/(n-1)
             "mask_limit": float("inf"),  # nats a token; inf: bad rollouts are never dropped
+            "dynamic_sampling": False,  # refuse groups whose rewards are all equal, and refill
             "weighting": "rollout_mean",
             "length_tokens": 0,  # of weighting="fixed_length" only: sampler.max_new_tokens
         }

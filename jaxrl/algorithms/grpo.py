@@ -36,6 +36,7 @@ class Algorithm:
     scale_by_std: bool  # divide advantages by the group's standard deviation
     full_group: float  # advantages get the scale of a group so large, > 1, inf; 0: as they are
     mask_limit: float  # nats a token: drop bad rollouts that have fallen further; inf: none
+    dynamic_sampling: bool  # refuse groups whose valid rewards are all equal
     weighting: str  # one of WEIGHTINGS
     length_tokens: int  # divisor of fixed_length, > 0; 0 for the other weightings
 
@@ -116,5 +117,10 @@ class Algorithm:
         return token_loss, diagnostics
 
     def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
-        """Every group is trained."""
-        return True
+        """With dynamic sampling: whether the finite rewards differ, some passed and some failed.
+
+        Such a group has advantages; one of equal rewards has none. Source: DAPO, arXiv 2503.14476;
+        over the rollouts that screen a task, CodeMidas' mixed-outcome filter, arXiv 2609.22068.
+        """
+        finite = rewards[np.isfinite(rewards)]
+        return not self.dynamic_sampling or (finite.size > 0 and bool(np.ptp(finite) > 0))

@@ -93,6 +93,7 @@ def test_without_its_switches_it_is_grpo_under_token_mean():
         scale_by_std=True,
         full_group=0.0,
         mask_limit=math.inf,
+        dynamic_sampling=False,
         weighting="token_mean",
         length_tokens=0,
     )

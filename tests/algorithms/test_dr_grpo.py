@@ -33,6 +33,7 @@ def test_it_is_grpo_without_deviation_under_a_constant_length():
         scale_by_std=False,
         full_group=0.0,
         mask_limit=float("inf"),
+        dynamic_sampling=False,
         weighting="fixed_length",
         length_tokens=8,
     )

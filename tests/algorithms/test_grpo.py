@@ -26,6 +26,7 @@ PLAIN = {
     "scale_by_std": True,
     "full_group": 0.0,
     "mask_limit": math.inf,
+    "dynamic_sampling": False,
     "weighting": "rollout_mean",
     "length_tokens": 0,
 }
@@ -140,6 +141,16 @@ def test_cases_19_and_20_micro_batches_change_nothing(micro):
         parts = update(algorithm, batch, logps(batch, 1), observed, micro=micro)
         np.testing.assert_allclose(parts[0], whole[0], rtol=1e-6)
         np.testing.assert_allclose(parts[1], whole[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[1, 0, 1], [1, 1], [0, 0, 0], [1, np.nan, 0], [np.nan, 1]])
+def test_d4_mixed_groups_are_those_that_have_advantages(rewards):
+    valid = np.isfinite(rewards)
+    batch = batch_of([1] * len(rewards), np.nan_to_num(rewards), [3] * len(rewards), valid=valid)
+    moved = bool(np.asarray(credited(load("grpo", **PLAIN), batch, {}).advantage).any())
+    algorithm = load("grpo", **PLAIN | {"dynamic_sampling": True})
+    assert algorithm.keep(np.asarray(rewards, float), {}) is moved
+    assert load("grpo", **PLAIN).keep(np.asarray(rewards, float), {})
 
 
 @pytest.mark.parametrize(

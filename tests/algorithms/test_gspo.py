@@ -58,6 +58,7 @@ def test_on_policy_it_is_grpo():
         scale_by_std=True,
         full_group=0.0,
         mask_limit=float("inf"),
+        dynamic_sampling=False,
         weighting="rollout_mean",
         length_tokens=0,
     )

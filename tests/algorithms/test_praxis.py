@@ -114,6 +114,7 @@ def test_without_rules_it_is_grpo_without_a_standard_deviation_bit_for_bit():
         scale_by_std=False,
         full_group=0.0,
         mask_limit=math.inf,
+        dynamic_sampling=False,
         weighting="rollout_mean",
         length_tokens=0,
     )

@@ -217,7 +217,8 @@ def train(algorithm, *, teacher_seed):
 
 
 def test_lambda_0_is_grpo_bit_for_bit():
-    base = {"kl_weight": 0.0, "full_group": 0.0, "mask_limit": math.inf, "length_tokens": 0}
+    base = {"kl_weight": 0.0, "full_group": 0.0, "mask_limit": math.inf}
+    base |= {"dynamic_sampling": False, "length_tokens": 0}
     grpo = load("grpo", trust=TRUST, scale_by_std=True, weighting="rollout_mean", **base)
     expected, told = train(grpo, teacher_seed=9)[-1]
     got, metrics = train(make(residual_weight=0.0), teacher_seed=9)[-1]

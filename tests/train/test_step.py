@@ -45,6 +45,7 @@ GRPO = {
     "scale_by_std": False,
     "full_group": 0.0,
     "mask_limit": math.inf,
+    "dynamic_sampling": False,
     "weighting": "token_mean",
     "length_tokens": 0,
 }
