@@ -217,6 +217,12 @@ class RolloutPool(Protocol):
         """New weights are at path."""
         ...
 
+    def weigh(self, probabilities: Mapping[str, float]) -> None:
+        """Draw tasks of each source with these probabilities from the next take on, and record them
+        as the fact ``task_probability``. ValueError from a pool that cannot choose, and for
+        probabilities that do not fit its tasks."""
+        ...
+
     def close(self) -> None:
         """Free what the pool holds. Nothing that was committed is lost without it."""
         ...

@@ -32,6 +32,7 @@ from jaxrl.pool.contract import (
 )
 from jaxrl.pool.cursor import Cursor
 from jaxrl.pool.deadline import within
+from jaxrl.pool.draws import Draws
 from jaxrl.pool.judging import Outcome, judge
 from jaxrl.pool.rollout import (
     ACTION,
@@ -160,7 +161,7 @@ class LocalPool:
         # Content hash of a task: groups that its verifier failed in.
         self._failures: dict[str, list[int]] = {}
         self._version: Version | None = None
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+        self._draws = Draws(self._tasks, seed)
 
     # -- the contract
 
@@ -227,6 +228,10 @@ class LocalPool:
         )
         self._version = version
 
+    def weigh(self, probabilities: Mapping[str, float]) -> None:
+        """Draw universes with these probabilities from the next take on; see ``Draws``."""
+        self._draws.weigh(probabilities)
+
     def close(self) -> None:
         """The generator belongs to the caller, records are closed with each take: nothing is
         held."""
@@ -242,14 +247,6 @@ class LocalPool:
         failures = {t: [g for g in groups if g < start] for t, groups in self._failures.items()}
         self._failures = {task: groups for task, groups in failures.items() if groups}
 
-    def _task(self, number: int) -> Question:
-        """The task of a draw: place ``number % tasks`` of a permutation made from (seed, epoch)."""
-        epoch, place = divmod(number, len(self._tasks))
-        if self._order[0] != epoch:
-            bits = np.random.Philox(key=np.array([self._seed % 2**64, epoch], np.uint64))
-            self._order = (epoch, np.random.Generator(bits).permutation(len(self._tasks)))
-        return self._tasks[int(self._order[1][place])]
-
     def _draw(self, n: int, counts: Counter[str]) -> list[_Drawn]:
         """The next n usable prompts, fewer at the end of the data. PoolError if a whole epoch has
         none."""
@@ -258,7 +255,7 @@ class LocalPool:
         while len(drawn) < n and self._cursor.position < self._end:
             number = self._cursor.position
             self._cursor.position += 1
-            task = self._task(number)
+            task = self._draws.task(number)
             prompts = self._prompts(task)
             refusal = self._refusal(task, prompts)
             if refusal is None:
@@ -427,7 +424,7 @@ class LocalPool:
             stop_reason=completion.stop_reason,
             failure=outcome.failure,
             text=text,
-            facts=outcome.facts,
+            facts={**outcome.facts, **self._draws.facts(drawn.task)},
             times={**times, "verified": time.time()},
         )
         try:

@@ -179,6 +179,13 @@ class RecordedPool:
     def publish(self, version: Version, path: str) -> None:
         """Records do not depend on the weights: nothing happens."""
 
+    def weigh(self, probabilities: Mapping[str, float]) -> None:
+        """Records are read as they lie: ValueError."""
+        raise ValueError(
+            "recorded rollouts are not drawn anew; allowed with train.curriculum.move: "
+            "pool.kind='local'"
+        )
+
     def close(self) -> None:
         """No file is held open between takes."""
 
