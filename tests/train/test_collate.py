@@ -210,6 +210,23 @@ def test_needed_facts_are_carried():
     assert set(batch.facts) == {"grade", "teacher_logp"}
 
 
+def test_a_vector_is_not_taken_for_tokens_because_one_rollout_is_as_long():
+    """Three named steps, and a rollout of three tokens beside one of two."""
+    first, second = {"named": [1, 0, 2]}, {"named": np.array([0, 0, 5])}
+    asked = two(
+        rollout(7, 0, [1], [2, 3], 1.0, facts=first), rollout(7, 1, [1], [2], 1.0, facts=second)
+    )
+    batch, _ = collated(asked, needs=("named",))
+    np.testing.assert_array_equal(batch.facts["named"], [[1, 0, 2], [0, 0, 5]])
+
+
+@pytest.mark.parametrize("fact", ["7", None, ["a", "b"]])
+def test_a_fact_that_is_no_number_is_named(fact):
+    asked = two(*(rollout(7, i, [1], [2], 1.0, facts={"solution": fact}) for i in range(2)))
+    with pytest.raises(ValueError, match="fact 'solution' of group 7 sample 0 is .*numbers"):
+        collated(asked, needs=("solution",))
+
+
 def test_a_missing_fact_is_named_and_so_is_the_algorithm():
     with pytest.raises(
         ValueError, match="'toy' needs the fact 'grade'.*group 7 sample 0.*\\['other'\\]"
