@@ -13,7 +13,14 @@ the share of the discrepancy that is left at the start. Rates are chosen by how 
 advantage is left at the end, not by the truth. Two controls: the intervals of other tokens of the
 same context (``shuffled``), and stopping early (``least``).
 Expect: an inverted U in the width, best in between; shuffled intervals do not help.
-Result: open.
+Result: as expected, with a reservation. 10 seeds, means with 95 % t intervals, 0.1 s a run; commit
+47af972, 2026-11-29. From .208 [.200, .216], KL at rest is .215 [.204, .226] for OPD, .181 at width
+1, .165 [.153, .176] at 2, .168 [.155, .181] at 5, .204 at 20 and .222 at 80; paired, width 5 minus
+OPD is -.047 [-.056, -.038]. Kept: .82 at width 1, .55 at 5, .32 at 80. With intervals of other
+tokens .193 [.184, .202] (2) and .201 (5): most of the gain is in which tokens are left alone. But
+OPD stopped at its best moment reaches .135 [.129, .141], below every width at rest; there width 2
+is ahead by .007 [.004, .010] only, and width 5 no longer. What the intervals buy is that the
+student need not be stopped at a moment that nothing but the truth tells.
 """
 
 import jax

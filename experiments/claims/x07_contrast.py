@@ -15,7 +15,15 @@ same keys, and the ``drift``, the change of the log-odds of style, away from eve
 and P(style) at the end stand beside them.
 Expect: no leak for reverse KL, a leak for generalised Jensen-Shannon, attraction stops at its
 teacher, repulsion runs away from the style, a KL term to the start brings the contrast to rest.
-Result: open.
+Result: as expected, and what does not leak can still drift. 10 seeds, means with 95 % t intervals,
+1 s a run; commit 47af972, 2026-11-29. At P(right) = .9, from a balanced start: P(style) .504 [.492,
+.516] for reverse KL, .657 [.654, .659] at alpha .9, .746 [.745, .748] at .5, .052 for repulsion.
+Attraction stops at its teacher, P(right) .646 and P(style) .818. Leak: 1e-8 (rounding), .136 [.029,
+.243], .290 [.154, .427]; attraction .553, repulsion -.896. But without a KL term a student's own
+bias grows: drift .69 [.37, 1.02] log-odds for reverse KL too, and at the end the P(style) of ten
+balanced starts is .42 [.29, .55], since more probable tokens have larger steps. With the KL term
+(weight .2) the contrast rests at P(right) .9526 [.9522, .9530], where start (p+ / p-)^(1 / (2 .2))
+has .9526, and the style is the start's: P(style) .4997 [.4957, .5037], drift .09 [-.005, .18].
 """
 
 import functools

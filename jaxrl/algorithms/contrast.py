@@ -9,11 +9,14 @@ response (p-). Both contexts have one template. For its tokens
 under PPO's surrogate, the mean going over the tokens of the rollouts that have both contexts. Right
 responses, and wrong ones without a context, are not trained. Reward only chooses the rows.
 
-With alpha = 1 the student cancels and what both contexts change alike (style) has no gradient; with
+With alpha = 1 the student cancels, and what both contexts change alike (style) does not enter; with
 alpha < 1 it leaks in. Nothing brings the contrast to rest: A does not vanish where the student is
-p+. Stop early, or set kl_weight, which holds the trained tokens to the phase's start. ``sides``
-leaves one half alone, for comparison: "right" stops at p+ (SDPO, with teacher="self"), "wrong" runs
-away. Sources: arXiv 2609.21561; SDPO, github.com/lasgroup/SDPO; OPSD, arXiv 2601.18734.
+p+, and meanwhile the student's own bias among equally right tokens grows, as under any policy
+gradient. Stop early, or set kl_weight: with alpha = 1 the rest is then start (p+ / p-)^(1 / (2
+kl_weight)). ``sides`` leaves one half alone, for comparison: "right" stops at p+ (SDPO, with
+teacher="self"), "wrong" runs away.
+
+Sources: arXiv 2609.21561; SDPO, github.com/lasgroup/SDPO; OPSD, arXiv 2601.18734.
 """
 
 import dataclasses
