@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxrl.kernels import drift
-from jaxrl.pool.contract import Group
-from jaxrl.pool.rollout import ACTION, Rollout
+from jaxrl.pool.contract import Group, Manifest, RolloutPool
+from jaxrl.pool.rollout import ACTION, Rollout, Version
 
 # A program that maps a group's answers to one of them, without seeing a reward: its place.
 Rule = Callable[[Sequence[Rollout]], int]
@@ -268,3 +268,46 @@ class Curriculum:
             | {f"curriculum/lost/{universe}": lost for universe, lost in self._lost.items()}
             | {f"curriculum/rule/{rule}": float(weight) for rule, weight in rules}
         )
+
+
+class Steered:
+    """A RolloutPool whose universes a curriculum weighs: told before each take, taught after it.
+
+    Its state is part of the pool's, so that both go on from the same take; its curves are among the
+    manifest's counts.
+    """
+
+    def __init__(self, pool: RolloutPool, curriculum: Curriculum) -> None:
+        self._pool, self._curriculum = pool, curriculum
+
+    def take(self, n: int, step: int) -> tuple[list[Group], Manifest]:
+        """The pool's groups, drawn with the probabilities of now."""
+        self._pool.weigh(self._curriculum.probabilities)
+        groups, manifest = self._pool.take(n, step)
+        counts = {**manifest.counts, **self._curriculum.learn(groups)}
+        return groups, dataclasses.replace(manifest, counts=counts)
+
+    def commit(self, step: int) -> None:
+        """The pool's."""
+        self._pool.commit(step)
+
+    def state(self) -> dict[str, Any]:
+        """Of both."""
+        return {"pool": self._pool.state(), "curriculum": self._curriculum.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Of both."""
+        self._pool.restore(state["pool"])
+        self._curriculum.restore(state["curriculum"])
+
+    def publish(self, version: Version, path: str) -> None:
+        """The pool's."""
+        self._pool.publish(version, path)
+
+    def weigh(self, probabilities: Mapping[str, float]) -> None:
+        """ValueError: a curriculum does."""
+        raise ValueError(f"probabilities={dict(probabilities)}; allowed: those of the curriculum")
+
+    def close(self) -> None:
+        """The pool's."""
+        self._pool.close()

@@ -6,8 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.train.curriculum import RULES, Curriculum, CurriculumConfig
+from jaxrl.pool.contract import RolloutPool
+from jaxrl.train.curriculum import RULES, Curriculum, CurriculumConfig, Steered
 from tests.papers import praxis as paper
+from tests.pool.scripted import Scripted, answer_of, local_pool
+from tests.pool.test_draws import Parities
 from tests.train.toy import group, rollout
 
 PACE = {
@@ -180,6 +183,53 @@ def test_a_restored_curriculum_goes_on_bit_for_bit():
     assert json.dumps(resumed.state()) == json.dumps(unbroken.state())
     with pytest.raises(ValueError, match="curriculum state has rules=.*allowed: "):
         make(rules=("rarest",)).restore(broken.state())
+
+
+def steered() -> RolloutPool:
+    """A pool of sums whose generator is right where the first number is even."""
+
+    def respond(request):
+        answer = answer_of(request)
+        return answer if int(answer) % 2 else "no"
+
+    config = CurriculumConfig(**(PACE | {"kappa": 0.1}))
+    tasks = {"even": 5, "odd": 4}
+    moving = Curriculum(config, tasks, consistency_weight=0.2, consistency_cap=5.0)
+    pool = local_pool(Scripted(respond), Parities(9), annotate=moving.annotate)
+    return Steered(pool, moving)
+
+
+def walk(pool, steps):
+    """Draws, facts and counts of some takes."""
+    found = []
+    for step in steps:
+        groups, manifest = pool.take(6, step)
+        pool.commit(step)
+        found.append(
+            (
+                [(group.id, group.rollouts[0].task_key) for group in groups],
+                [dict(rollout.facts) for group in groups for rollout in group.rollouts],
+                dict(manifest.counts),
+            )
+        )
+    return found
+
+
+def test_a_steered_pool_draws_what_is_lost_and_resumes_bit_for_bit():
+    unbroken, first = steered(), steered()
+    found = walk(unbroken, range(6))
+    counts = [one[2] for one in found]
+    assert counts[-1]["curriculum/q/odd"] > counts[0]["curriculum/q/odd"] > 0.5
+    assert counts[-1]["curriculum/lost/odd"] == 1 and counts[-1]["curriculum/lost/even"] == 0
+    for fact in found[-1][1]:
+        assert {"task_probability", "base_probability", "endorsement"} <= set(fact)
+    assert walk(first, range(3)) == found[:3]
+    second = steered()
+    second.restore(json.loads(json.dumps(first.state())))
+    assert walk(second, range(3, 6)) == found[3:]
+    assert json.dumps(second.state()) == json.dumps(unbroken.state())
+    with pytest.raises(ValueError, match="allowed: those of the curriculum"):
+        second.weigh({"even": 0.5, "odd": 0.5})
 
 
 @pytest.mark.parametrize(
