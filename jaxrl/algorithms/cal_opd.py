@@ -57,12 +57,18 @@ class Algorithm:
             raise ValueError(f"algorithm.width={self.width!r}; allowed: 0 <= width < inf")
 
     def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
-        """Log-prob of the taken token under the student and the teacher's three passes."""
-        student = logits["student"]
+        """Log-prob of the taken token under the student and the teacher's three passes. Raises
+        ValueError if the vocabularies differ in size.
+        """
+        student, teacher = logits["student"], logits["teacher/plain"]
+        if teacher.shape != student.shape:
+            raise ValueError(
+                f"student {student.shape}, teacher {teacher.shape}; allowed: one vocabulary"
+            )
         return {
             "old_logp": taken_logp(student, taken),
             "entropy": entropy(student),
-            "teacher_logp": floored_logp(logits["teacher/plain"], taken),
+            "teacher_logp": floored_logp(teacher, taken),
             "right_logp": floored_logp(logits["teacher/judged_right"], taken),
             "wrong_logp": floored_logp(logits["teacher/judged_wrong"], taken),
         }

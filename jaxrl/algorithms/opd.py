@@ -47,6 +47,7 @@ STUDENT = ("student", "plain")
 TEACHER = ("teacher", "plain")
 ESTIMATORS = ("sampled", "full", "top_k")
 DIVERGENCES = ("reverse", "forward", "jsd")
+ALLOWED = "allowed: one vocabulary (else compare whole texts: gvpo_distill)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +108,13 @@ class Algorithm:
         return {"reverse": 1.0, "forward": 0.0, "jsd": self.alpha}[self.divergence]
 
     def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
-        """Log-prob of the taken token under both, and the entropy, at the take's start."""
-        student, teacher_logp = logits["student"], floored_logp(logits["teacher/plain"], taken)
-        old_logp = taken_logp(student, taken)
+        """Log-prob of the taken token under both, and the entropy, at the take's start. Raises
+        ValueError, as ``read`` does, if the vocabularies differ in size.
+        """
+        student, teacher = logits["student"], logits["teacher/plain"]
+        if teacher.shape != student.shape:
+            raise ValueError(f"student {student.shape}, teacher {teacher.shape}; {ALLOWED}")
+        old_logp, teacher_logp = taken_logp(student, taken), floored_logp(teacher, taken)
         return {"old_logp": old_logp, "teacher_logp": teacher_logp, "entropy": entropy(student)}
 
     def credit(self, batch: Batch, observed: Reading) -> Credit:

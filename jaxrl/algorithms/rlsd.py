@@ -66,8 +66,14 @@ class Algorithm:
         return (("student", "plain"), TEACHERS[self.teacher])
 
     def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
-        """Log-prob of the taken token under both."""
+        """Log-prob of the taken token under both. Raises ValueError if the vocabularies differ in
+        size.
+        """
         student, teacher = logits["student"], logits["/".join(TEACHERS[self.teacher])]
+        if teacher.shape != student.shape:
+            raise ValueError(
+                f"student {student.shape}, teacher {teacher.shape}; allowed: one vocabulary"
+            )
         return {
             "old_logp": taken_logp(student, taken),
             "entropy": entropy(student),

@@ -182,7 +182,13 @@ def top_k_tail(
 
 
 def _compared(logits: Array, ref_logits: Array) -> tuple[Array, Array, Array]:
-    """p, log ref - log p where either may happen (0 elsewhere), ref; detached."""
+    """p, log ref - log p where either may happen (0 elsewhere), ref; detached. ValueError if the
+    vocabularies differ in size.
+    """
+    if logits.shape != ref_logits.shape:
+        raise ValueError(
+            f"{logits.shape[-1]} logits against {ref_logits.shape[-1]}; allowed: one vocabulary"
+        )
     logp, ref_logp = (
         jax.nn.log_softmax(jax.lax.stop_gradient(widen(x)), axis=-1) for x in (logits, ref_logits)
     )

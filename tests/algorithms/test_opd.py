@@ -1,6 +1,7 @@
 """On-policy distillation and GKD against their oracle."""
 
 import functools
+import inspect
 import math
 
 import jax
@@ -236,6 +237,30 @@ def test_the_teacher_is_asked_where_it_is_needed():
     sampled, full = load("opd", **SAMPLED), load("opd", **FULL)
     assert (sampled.scorers, full.observers) == ((("student", "plain"),), ())
     assert ("teacher", "plain") in sampled.observers and ("teacher", "plain") in full.scorers
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("opd", SAMPLED),
+        ("cal_opd", {"width": 1.0, "trust": TRUST}),
+        (
+            "rlsd",
+            {"teacher": "teacher", "share": 1.0, "band": 0.2}
+            | {"scale_by_std": True, "trust": TRUST},
+        ),
+    ],
+    ids=["opd", "cal_opd", "rlsd"],
+)
+def test_a_teacher_of_another_vocabulary_is_refused(name, fields):
+    views = ("plain", "judged_right", "judged_wrong")
+    logits = {f"teacher/{view}": jnp.zeros((2, 5)) for view in views}
+    with pytest.raises(ValueError, match="allowed: one vocabulary"):
+        # Past the shape checks of the tests, which users do not have.
+        kind = type(load(name, **fields))
+        inspect.unwrap(kind.observe)(
+            load(name, **fields), logits | {"student": jnp.zeros((2, 4))}, jnp.zeros(2, int)
+        )
 
 
 @pytest.mark.parametrize(

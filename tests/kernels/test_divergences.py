@@ -46,6 +46,30 @@ def test_case_27_what_each_estimator_does_as_a_loss(kernel, slope):
     assert expected_slope(kernel)[1] == pytest.approx(slope, abs=1e-5)
 
 
+def test_as_a_reward_k1_teaches_and_k3_starves_close_to_the_teacher():
+    """E[reward grad log p]: -k1 has minus the gradient of KL(p, q), -k3 that plus KL(q, p)'s."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(2)
+        logits, away = (jnp.asarray(rng.normal(size=(1, 7))) for _ in range(2))
+        logp, sizes = jax.nn.log_softmax(logits), []
+        for distance in (1.0, 0.1, 0.01):
+            ref_logits = logits + distance * away
+            ref_logp = jax.nn.log_softmax(ref_logits)
+            reverse, forward = (
+                jax.grad(lambda x, f=f, ref=ref_logits: f(x, ref).sum())(logits)
+                for f in (reverse_kl, forward_kl)
+            )
+            pulls = []
+            for reward in (-k1(logp, ref_logp), -k3(logp, ref_logp)):
+                weighted = jnp.exp(logp) * reward  # E[reward grad log p], by hand of a softmax
+                pulls.append(weighted - jnp.exp(logp) * weighted.sum())
+            np.testing.assert_allclose(pulls[0], -reverse, rtol=1e-6, atol=1e-12)
+            np.testing.assert_allclose(pulls[1], forward - reverse, rtol=1e-6, atol=1e-12)
+            sizes.append(float(jnp.linalg.norm(pulls[1]) / jnp.linalg.norm(pulls[0])))
+        # ten times closer, k3's share is ten times less
+        assert 5 < sizes[1] / sizes[2] < 20 and sizes[2] < 0.02
+
+
 @pytest.mark.parametrize("kernel", [k1, k3, on_policy_loss])
 def test_case_27_unbiased_values(kernel):
     assert expected_slope(kernel)[0] == pytest.approx(TRUE_KL, abs=1e-5)
