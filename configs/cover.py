@@ -63,5 +63,6 @@ def get_config(variant: str = "") -> ConfigDict:
         config.task.held_out_prompts = 8  # expressions of one operator are few
         warm.optimizer.learning_rate = 1e-2
         warm.train.steps = 60
+        config.checkpoint.every_steps = 30
     config.phases = ConfigDict({"order": ("sft", "cover"), "sft": warm, "cover": ConfigDict()})
     return config
