@@ -139,6 +139,17 @@ def get_config(variant: str = "") -> ConfigDict:
     # weights to start from: "": those of the phase before (new ones, if there is none); "fresh":
     # new ones; an earlier phase: its last student; or a directory of weights
     train.start = ""
+    # Which universes (task.source of a task) are drawn; see jaxrl/train/curriculum.py. off: all
+    # tasks in turn | fixed: universes equally often | bounded: more of those where more is lost
+    train.curriculum = curriculum = ConfigDict({"move": "off"})
+    curriculum.signal = "loss"  # loss | progress: what was gained since a universe was last drawn
+    curriculum.stay = 1.0  # weight of KL(q', q) against the signal
+    curriculum.home = 0.1  # weight of KL(q', uniform)
+    curriculum.kappa = 0.02  # nats: most that q may move in a take
+    curriculum.rules = ()  # programs that pick among a group's answers, for praxis
+    curriculum.archive_rate = 0.5  # of a take's utility on a rule's score; 0: weights stay equal
+    curriculum.sharpness = 1.0  # of the scores in the rules' weights
+    curriculum.harm = 1.0  # of a right answer turned wrong, against one made right
 
     config.eval = evaluation = ConfigDict()
     evaluation.every_steps = 0  # 0: before and after only

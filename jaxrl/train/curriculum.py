@@ -10,6 +10,7 @@ take measures: its rollouts come from those weights, and only then does q move.
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,14 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxrl.algorithms.contract import Algorithm
 from jaxrl.kernels import drift
 from jaxrl.pool.contract import Group, Manifest, RolloutPool
 from jaxrl.pool.rollout import ACTION, Rollout, Version
+from jaxrl.tasks.contract import Task
 
 # A program that maps a group's answers to one of them, without seeing a reward: its place.
 Rule = Callable[[Sequence[Rollout]], int]
 
 LOSS_BOUND = 1.0  # of 1 - reward
+UNRULED = {"consistency_weight": 0.0, "consistency_cap": 1.0}  # of algorithms without rules
 
 # Its loop would be compiled anew at each call.
 _bounded_move = jax.jit(drift.bounded_move, static_argnames="kappa")
@@ -259,15 +263,29 @@ class Curriculum:
         return told
 
     def _curves(self, entry: Mapping[str, float]) -> dict[str, float]:
-        q = self.probabilities
         rules = zip(self.config.rules, np.asarray(self.weights, float), strict=True)
-        return (
-            {f"curriculum/{name}": value for name, value in entry.items()}
-            | {"curriculum/bounds_broken": float(self.ledger["broken"])}
-            | {f"curriculum/q/{universe}": float(p) for universe, p in q.items()}
-            | {f"curriculum/lost/{universe}": lost for universe, lost in self._lost.items()}
-            | {f"curriculum/rule/{rule}": float(weight) for rule, weight in rules}
+        told = (
+            dict(entry)
+            | {"bounds_broken": self.ledger["broken"]}
+            | {f"q.{universe}": p for universe, p in self.probabilities.items()}
+            | {f"lost.{universe}": lost for universe, lost in self._lost.items()}
+            | {f"rule.{rule}": weight for rule, weight in rules}
         )
+        # Names of curves: no slash, no colon.
+        return {"curriculum." + re.sub(r"[^\w.-]", ".", n): float(x) for n, x in told.items()}
+
+
+def build(
+    config: CurriculumConfig, tasks: Sequence[Task], algorithm: Algorithm
+) -> Curriculum | None:
+    """The curriculum of a phase over its train split; None if none is asked for. How much the
+    rules' picks are trained, and up to which surprise, are the algorithm's fields, if it has them.
+    """
+    if config.move == "off":
+        return None
+    fields = {name: x for name, x in vars(algorithm).items() if name in UNRULED}
+    counts = Counter(task.source for task in tasks)
+    return Curriculum(config, counts, **{**UNRULED, **fields})
 
 
 class Steered:

@@ -21,7 +21,7 @@ from jaxrl.pool.contract import RolloutPool
 from jaxrl.pool.local import LocalPool
 from jaxrl.pool.recorded import RecordedPool
 from jaxrl.pool.tokenizer import SentencePieceTokenizer, train_sentencepiece
-from jaxrl.train import loop, optimizer, report, roles, settings
+from jaxrl.train import curriculum, loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Parts
 from jaxrl.train.metrics import Logger, Progress
@@ -213,7 +213,9 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
             keep=algorithms.load(**phase.algorithm).keep,
             max_refills=phase.pool.max_refills,
         )
-    return LocalPool(
+    algorithm = algorithms.load(**phase.algorithm)
+    moving = curriculum.build(phase.train.curriculum, parts.source.tasks("train"), algorithm)
+    pool = LocalPool(
         parts.sampler,
         parts.tokenizer,
         parts.source,
@@ -223,13 +225,15 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
         temperature=phase.sampler.temperature,
         max_new_tokens=phase.sampler.max_new_tokens,
         max_prompt_tokens=max(phase.sampler.prompt_buckets),
-        keep=algorithms.load(**phase.algorithm).keep,
+        keep=algorithm.keep,
+        annotate=moving.annotate if moving else None,
         max_refills=phase.pool.max_refills,
         max_feedback_tokens=phase.pool.max_feedback_tokens,
         reward=phase.task.reward,
         record_dir=folder / phase.name if phase.pool.record else None,
         watchdog_s=phase.pool.watchdog_s,
     )
+    return curriculum.Steered(pool, moving) if moving else pool
 
 
 def resume(phases: list[Phase], parts: Parts, checkpoints: Checkpoints) -> Restored | None:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.model.transformer import ModelConfig
 from jaxrl.train import views
+from jaxrl.train.curriculum import CurriculumConfig
 from jaxrl.train.optimizer import OptimizerConfig
 
 # Words of train.start that name no phase: go on with what is there, and begin anew.
@@ -128,6 +129,7 @@ class TrainConfig:
     token_buckets: tuple[int, ...]
     view_token_buckets: tuple[int, ...]
     start: str
+    curriculum: CurriculumConfig
 
     def __post_init__(self) -> None:
         _positive("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
@@ -341,7 +343,13 @@ def _refer(resolved: list[Phase], phase: Phase) -> None:
 
 
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
-    train = TrainConfig(**sections["train"])
+    moving = CurriculumConfig(**sections["train"]["curriculum"])
+    train = TrainConfig(**{**sections["train"], "curriculum": moving})
+    if moving.move != "off" and sections["pool"]["kind"] != "local":
+        raise ValueError(
+            f"phases.{name}: train.curriculum.move={moving.move!r} with "
+            f"pool.kind={sections['pool']['kind']!r}; allowed: 'off', or pool.kind='local'"
+        )
     for axis in ("expert", "context"):
         if sections["mesh"][axis] != 1:
             raise ValueError(

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from jaxrl.algorithms import contract as algorithms
 from jaxrl.pool.contract import RolloutPool
-from jaxrl.train.curriculum import RULES, Curriculum, CurriculumConfig, Steered
+from jaxrl.train.curriculum import RULES, Curriculum, CurriculumConfig, Steered, build
 from tests.papers import praxis as paper
 from tests.pool.scripted import Scripted, answer_of, local_pool
 from tests.pool.test_draws import Parities
@@ -82,7 +83,7 @@ def test_q_moves_to_what_is_lost_by_at_most_kappa():
     q = np.array(list(after.values()))
     assert 0 < paper.divergence(q, before) <= 0.02 + 1e-6
     np.testing.assert_allclose(q.sum(), 1, rtol=1e-6)
-    assert told["curriculum/kl"] == pytest.approx(paper.divergence(q, before), abs=1e-6)
+    assert told["curriculum.kl"] == pytest.approx(paper.divergence(q, before), abs=1e-6)
 
 
 def test_a_take_by_hand():
@@ -116,9 +117,9 @@ def test_the_bound_holds_and_is_written_down():
             for i in range(4)
         ]
         told = made.learn(groups)
-        assert told["curriculum/drift"] <= told["curriculum/tight_bound"] + 1e-6
-        assert told["curriculum/tight_bound"] <= told["curriculum/bound"] / 2 + 1e-6
-        assert told["curriculum/kl"] <= 0.5 + 1e-6
+        assert told["curriculum.drift"] <= told["curriculum.tight_bound"] + 1e-6
+        assert told["curriculum.tight_bound"] <= told["curriculum.bound"] / 2 + 1e-6
+        assert told["curriculum.kl"] <= 0.5 + 1e-6
     assert made.ledger["moves"] == 30 and made.ledger["broken"] == 0
     assert made.ledger["drift"] > 0.01
 
@@ -219,8 +220,8 @@ def test_a_steered_pool_draws_what_is_lost_and_resumes_bit_for_bit():
     unbroken, first = steered(), steered()
     found = walk(unbroken, range(6))
     counts = [one[2] for one in found]
-    assert counts[-1]["curriculum/q/odd"] > counts[0]["curriculum/q/odd"] > 0.5
-    assert counts[-1]["curriculum/lost/odd"] == 1 and counts[-1]["curriculum/lost/even"] == 0
+    assert counts[-1]["curriculum.q.odd"] > counts[0]["curriculum.q.odd"] > 0.5
+    assert counts[-1]["curriculum.lost.odd"] == 1 and counts[-1]["curriculum.lost.even"] == 0
     for fact in found[-1][1]:
         assert {"task_probability", "base_probability", "endorsement"} <= set(fact)
     assert walk(first, range(3)) == found[:3]
@@ -230,6 +231,16 @@ def test_a_steered_pool_draws_what_is_lost_and_resumes_bit_for_bit():
     assert json.dumps(second.state()) == json.dumps(unbroken.state())
     with pytest.raises(ValueError, match="allowed: those of the curriculum"):
         second.weigh({"even": 0.5, "odd": 0.5})
+
+
+def test_it_is_built_as_the_algorithm_and_the_tasks_say():
+    tasks = Parities(9).tasks("train")
+    sft = algorithms.load("sft")
+    assert build(CurriculumConfig(**(PACE | {"move": "off"})), tasks, sft) is None
+    plain = build(CurriculumConfig(**PACE), tasks, sft)
+    assert plain is not None and plain.universes == ["even", "odd"]
+    plain.learn([answers("even", 0, ALL_WRONG)])
+    assert plain.ledger["broken"] == 0
 
 
 @pytest.mark.parametrize(
