@@ -1,5 +1,6 @@
 """Whole updates of the methods that distil token by token: who moves, and who must not."""
 
+import functools
 import zlib
 
 import jax
@@ -39,11 +40,16 @@ class Swayed(toy.Bigram):
         return super().score(heads, batch, seen, tuple((who, "plain") for who in heads))
 
 
+@functools.cache
+def step_of(algorithm):
+    """Compiled once for the tests of one algorithm."""
+    return toy.step_of(algorithm, ADAM, micro=8, size=4, policy=Swayed())
+
+
 def take(algorithm, others, *, takes=2):
     """(states as numpy, metrics) before and after each take; one update a take."""
-    policy = Swayed()
-    state = toy.state_of(algorithm, ADAM, policy=policy, others=others)
-    step = toy.step_of(algorithm, ADAM, micro=8, size=4, policy=policy)
+    state = toy.state_of(algorithm, ADAM, policy=Swayed(), others=others)
+    step = step_of(algorithm)
     found = [snapshot(state)]
     metrics = {}
     for number in range(takes):
