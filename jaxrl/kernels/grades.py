@@ -27,7 +27,7 @@ def overlong_penalty(
 
 
 def usable_quality(
-    quality: Float[Array, " rollout"],
+    quality: Num[Array, " rollout"],
     graded: Bool[Array, " rollout"],
     passed: Bool[Array, " rollout"],
     group: Int[Array, " rollout"],

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.tasks import reasoning
-from jaxrl.tasks.arena import TOPOLOGIES, JudgeError, Opinion, Outcome, hold, most_rounds
+from jaxrl.tasks.arena import TOPOLOGIES, JudgeError, Match, Opinion, Outcome, hold, most_rounds
 from jaxrl.tasks.contract import Task, Verdict
 
 STEPS = 1  # a response is one step
@@ -88,6 +88,12 @@ def quality(task: Task, response: str, verdict: Verdict) -> float:
     return 0.9 * difflib.SequenceMatcher(None, task.answer, response.strip()).ratio()
 
 
+def _plain(match: Match) -> dict[str, Any]:
+    """As it comes back from a record."""
+    fields = dataclasses.asdict(match)
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+
+
 class Source(reasoning.Source):
     """As ``jaxrl.tasks.reasoning``, with ``parameters["arena"]`` for ``Arena``.
 
@@ -113,12 +119,8 @@ class Source(reasoning.Source):
                 verdict,
                 facts={
                     "points": -outcome.rank[player],
-                    "named": outcome.named(player, rounds, STEPS),
-                    "comparisons": [
-                        dataclasses.asdict(match)
-                        for match in outcome.matches
-                        if player in match.players
-                    ],
+                    "named": outcome.named(player, rounds, STEPS).tolist(),
+                    "comparisons": [_plain(m) for m in outcome.matches if player in m.players],
                 },
             )
             for player, verdict in enumerate(verdicts)

@@ -139,7 +139,7 @@ def advantages(reward, length, facts, group, counted, acted, p):
     quality = usable(facts["grade"], passed, facts["graded"], group, counted)
     penalty = length_penalty(length, passed, group, counted, p["length"])
     quality = [f * (1 - x) for f, x in zip(quality, penalty, strict=True)]
-    if p["credit"] == "product":
+    if p["grading"] == "product":
         each = centred(product(quality, passed, group, counted, p["least_spread"]), group, counted)
     else:
         each = redistribution(quality, passed, group, counted, p["cap"])

@@ -1,12 +1,19 @@
 """Scripted graders and judges over Reasoning Gym: facts beside a verdict that stays the same."""
 
+import importlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.algorithms.contract import load
+from jaxrl.pool.spool import read
 from jaxrl.tasks import graded, judged, reasoning
 from jaxrl.tasks.contract import TaskSource
+from jaxrl.train.collate import collate
+from tests.pool.scripted import Letters, Scripted, local_pool
 
 GRADER = {
     "noise": 0.0,
@@ -111,11 +118,11 @@ def test_points_order_a_group_as_a_perfect_judge_does(topology):
 
 def test_named_steps_are_those_of_won_matches_by_round():
     verdicts, _ = tournament()
-    assert [v.facts["named"].tolist() for v in verdicts] == [[[2]], [[0]], [[1]], [[0]]]
+    assert [v.facts["named"] for v in verdicts] == [[[2]], [[0]], [[1]], [[0]]]
     verdicts, _ = tournament(topology="single_elimination")
-    shapes = {v.facts["named"].shape for v in verdicts}
+    shapes = {np.shape(v.facts["named"]) for v in verdicts}
     assert shapes == {(2, 1)}  # the same for every group of four
-    assert verdicts[0].facts["named"].sum() >= 1
+    assert np.sum(verdicts[0].facts["named"]) >= 1
     assert len(verdicts[1].facts["comparisons"]) >= 2
 
 
@@ -136,6 +143,53 @@ def test_questions_are_those_of_the_plain_source():
     plain = source_of(reasoning.Source).tasks("train")
     assert source_of(judged.Source, arena=ARENA).tasks("train") == plain
     assert source_of(graded.Source, grader=GRADER).tasks("train") == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "algorithm"),
+    [(graded.Source, {"grader": GRADER}, "mimo"), (judged.Source, {"arena": ARENA}, "arena_flow")],
+)
+def test_a_real_pool_hands_the_facts_to_the_trainer(kind, own, algorithm, tmp_path):
+    source = source_of(kind, **own)
+    answers = {task.prompt: task.answer for task in source.tasks("train")}
+
+    def respond(request):
+        answer = answers[Letters().decode(request.prompt)]
+        return [answer, answer + ".", answer + ".0000", "7"][request.sample]
+
+    build = importlib.import_module(f"configs.{algorithm}").get_config("tiny").algorithm.to_dict()
+    method = load(**build)
+    pool = local_pool(
+        Scripted(respond),
+        source,
+        rollouts_per_group=4,
+        max_prompt_tokens=200,
+        max_new_tokens=16,
+        keep=method.keep,
+        record_dir=tmp_path,
+    )
+    groups, manifest = pool.take(3, 0)
+    assert len(groups) == 3 and manifest.counts["failed"] == manifest.counts["filtered"] == 0
+    (record,) = tmp_path.iterdir()
+    assert [r.facts for r in read(record)] == [r.facts for group in groups for r in group.rollouts]
+    batch, _ = collate(
+        groups,
+        token_buckets=(256,),
+        groups_per_step=3,
+        rollouts_per_group=4,
+        minibatches=1,
+        needs=method.needs,
+        algorithm=algorithm,
+    )
+    assert set(batch.facts) == set(method.needs)
+    advantage = method.credit(jax.tree.map(jnp.asarray, batch), {}).advantage.sum(-1)
+    each = np.asarray(advantage).reshape(3, 4)
+    # graded, the last pass is an exploit and the second worth less; judged, the three are level
+    assert (each[:, 3] < 0).all() and (each[:, 0] > 0).all()
+    if algorithm == "mimo":
+        assert (each[:, 0] > each[:, 1]).all() and (each[:, 1] > 0).all()
+        np.testing.assert_array_equal(batch.facts["exploit"].reshape(3, 4), [[0, 0, 1, 0]] * 3)
+    np.testing.assert_array_equal(batch.reward.reshape(3, 4), [[1, 1, 1, 0]] * 3)
 
 
 @pytest.mark.parametrize(
