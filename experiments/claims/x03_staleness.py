@@ -106,12 +106,15 @@ def logps(params: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, j
 
 def sample(params: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tokens of a step's rollouts and their rewards."""
-    ask, *speak = jax.random.split(key, 1 + RESPONSE)
+    ask, speak = jax.random.split(key)
     prompt = jax.random.randint(ask, (PROMPTS, PROMPT), 0, 10)[GROUP]
-    tokens = jnp.pad(prompt, ((0, 0), (0, RESPONSE)), constant_values=10)
-    for t, k in enumerate(speak, start=PROMPT):
-        chosen = jax.random.categorical(k, forward(params, tokens)[:, t])
-        tokens = tokens.at[:, t].set(chosen)
+
+    def one(t: jax.Array, tokens: jax.Array) -> jax.Array:
+        logits = forward(params, tokens)[:, t]
+        return tokens.at[:, t].set(jax.random.categorical(jax.random.fold_in(speak, t), logits))
+
+    blank = jnp.pad(prompt, ((0, 0), (0, RESPONSE)), constant_values=10)
+    tokens = jax.lax.fori_loop(PROMPT, LENGTH, one, blank)
     right = tokens[:, PROMPT:] == jnp.tile(prompt, 2)
     return tokens, right.sum(-1) / RESPONSE
 
