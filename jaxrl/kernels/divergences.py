@@ -5,6 +5,8 @@ itself and x = log q - log p:
 
     as a value   k1 = -x and k3 = exp(x) - 1 - x are unbiased for KL(p, q), k2 = x^2 / 2 is biased
     as a loss    k1 has expected gradient 0, k2 that of KL(p, q), k3 that of KL(q, p)
+    as a reward  -k1 descends KL(p, q); -k3 adds the ascent of KL(q, p) to it, and close to q the
+                 two cancel
 
 To pull p towards q by KL(p, q) use ``reverse_kl_loss``; k1, k2 and k3 are for curves. Estimators:
 J. Schulman, "Approximating KL divergence", 2020.
