@@ -61,5 +61,6 @@ def get_config(variant: str = "") -> ConfigDict:
         config.task.parameters.update(min_terms=2, max_terms=2, max_digits=1)
         warm.optimizer.learning_rate = 1e-2
         warm.train.steps = 100
+        warm.checkpoint = {"every_steps": 100}
     config.phases = ConfigDict({"order": ("sft", "mimo"), "sft": warm, "mimo": ConfigDict()})
     return config
