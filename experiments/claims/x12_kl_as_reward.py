@@ -18,7 +18,13 @@ steps of plain gradient descent on 64 samples each, beside where it started, fro
 of the two.
 
 Expected: as a reward k3's gradient falls with the square of the distance, k1's with the distance,
-so that k3's is 10 to 50 times smaller near the teacher. Result: open.
+so that k3's is 10 to 50 times smaller near the teacher.
+
+Result: as expected, and worse (commit c1c9877, 2026-11-29; 20 seeds, means). k1's gradient over
+k3's as a reward is 2.2, 5.2, 16 and 52 at distances 1, .3, .1, .03. What is left of k3's does not
+point to the teacher: cosine -.12 [-.36, .11] at .1. With its best rate the student ends further
+away than it began, KL .54 from .31 and .080 from .035; k1 as a reward, the reverse KL loss and k3
+as a loss end below 2e-6, k1 as a loss stays where it was (.31, .038).
 """
 
 import functools

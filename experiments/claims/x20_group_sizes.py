@@ -19,7 +19,11 @@ gradient at even chances, 4096 prompts; 1 is right) and the chance of the first 
 steps of gradient descent. Expected: the first arm counts thinned prompts for 2/3 and learns the
 worse action, the two corrected arms count them for 1 and learn the better one; dividing by the
 deviation corrects nothing (few rollouts often have equal rewards) and leaves no difference between
-rewards 1 and 0.9. Result: open.
+rewards 1 and 0.9.
+
+Result: as expected (commit c1c9877, 2026-11-29; 20 seeds, means with 95 % t intervals). A thinned
+prompt counts .666 [.660, .672], 1.000 [.991, 1.008], 1.000 [.991, 1.008] and .535 [.531, .540] in
+the order of the arms; the better action ends with chance .005, .987, .989 and .001.
 """
 
 import functools
