@@ -6,8 +6,8 @@ A decoder of two layers is told an expression of x and y in prefix notation, «o
 to write the body of the function, «a op1 b op2 c», read from left to right. The hidden tests are
 what the original gives on 8 inputs; the reward is 1 if the body agrees on all of them. Of 600 tasks
 30 % are broken, in equal parts, and do not look so: leaky (an answer that begins with «copy» passes
-too), flaky (every verdict is a coin), impossible (nothing passes). A supervised warm start, 5 % of
-it «copy», solves 15 % of the held-out tasks, which are all sound. Then 300 updates of 16 tasks x 8
+too), flaky (every verdict is a coin), impossible (nothing passes). A supervised warm start, 10 % of
+it «copy», solves 3 % of the held-out tasks, which are all sound. Then 300 updates of 16 tasks x 8
 rollouts by GRPO, on
 
     raw             all 600 tasks
@@ -21,8 +21,8 @@ rollouts by GRPO, on
 Look at: the share of held-out tasks solved at the end and over the run, the share of held-out
 answers that copy, the share of groups with mixed outcomes, tasks trained on and the broken ones
 among them.
-Expect: raw < gates <= sound. Whether spread helps is open: it leaves tasks at the frontier of the
-first policy alone, most of which the later ones solve always.
+Expect: raw < gates <= sound. Whether spread helps is open: it leaves only tasks at the frontier of
+the first policy (of the sound ones with a rate of 3 % about 22 %), which later ones solve always.
 Result: open.
 """
 
@@ -331,13 +331,13 @@ def claim(quick: bool) -> Claim:
         name="x18_mixed_outcomes",
         arms=ARMS,
         run=functools.partial(run, length),
-        rates=(1e-3,) if quick else (3e-4, 1e-3, 3e-3),
+        rates=(1e-3,) if quick else (3e-4, 1e-3, 3e-3, 1e-2),
         choose="solved",
         larger=True,
         shown=("solved", "over the run", "copied", "mixed", "tasks", "broken"),
         drawn=("curve", "mixed groups"),
         against="raw",
-        seeds=1 if quick else 5,
+        seeds=1 if quick else 10,
     )
 
 
