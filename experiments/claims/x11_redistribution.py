@@ -1,0 +1,118 @@
+"""X11: does handing out a group's advantage by quality separate good passes from poor ones?
+
+python -m experiments.claims.x11_redistribution --workdir /tmp/x11
+
+A softmax over 500 outcomes: 50 good passes (quality 1), 200 poor ones (quality .4), 250 failures.
+16 groups of 16 draws an update, 1500 updates of plain gradient descent on-policy; advantages by
+``kernels/grades.py``, loss by ``kernels/surrogates.py``. Arms: the verdict alone; down-weighting
+alone (A_i f_i at passes, nothing made up for, not centred again); the product R_i = pass_i f_i; the
+redistribution, with the cap of 1.5 and without; and the capped one under a grader that errs by
+N(0, .3).
+
+Look at: probability of good and of poor passes at the end, entropy of the policy. Rates are chosen
+by the mean quality of what is drawn (``worth``, failures 0).
+Expect: the verdict alone keeps the start's odds among passes; all others turn to good passes. No
+entropy explosion: in a bandit a sum that is not 0 is a baseline.
+Result: open.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from experiments.claims.protocol import Claim, Outcome, main
+from jaxrl.kernels.grades import quality_product, redistributed
+from jaxrl.kernels.groups import group_center
+from jaxrl.kernels.surrogates import signed_band
+from jaxrl.kernels.weights import prompt_mean
+
+GOOD, POOR, FAILING = 50, 200, 250
+GROUPS, SIZE = 16, 16
+POOR_QUALITY, NOISE, LEAST = 0.4, 0.3, 0.05
+CAPS = {"redistribution": 1.5, "no cap": 1e9, "noisy grades": 1.5}
+ARMS = ("verdict alone", "down-weighting alone", "product", *CAPS)
+BAND = {"positive_low": 0.2, "positive_high": 5.0, "negative_low": 0.2, "negative_high": 5.0}
+
+
+def advantage(arm: str, quality: Array, passed: Array, group: Array) -> Array:
+    """[rollout], by the arm's rule."""
+    everyone = jnp.ones_like(passed)
+    base = group_center(passed.astype(jnp.float32), group, everyone)
+    if arm == "verdict alone":
+        return base
+    if arm == "down-weighting alone":
+        return jnp.where(passed, quality, 1) * base
+    if arm == "product":
+        reward = quality_product(quality, passed, group, everyone, least_spread=0.05)
+        return group_center(reward, group, everyone)
+    return redistributed(quality, passed, group, everyone, cap=CAPS[arm])
+
+
+@functools.partial(jax.jit, static_argnames=("arm", "updates"))
+def train(arm: str, rate: float, seed: int, *, updates: int) -> dict[str, Array]:
+    """Numbers at the end, and the good passes' probability before each update."""
+    truth = jnp.asarray([1.0] * GOOD + [POOR_QUALITY] * POOR + [1.0] * FAILING)
+    passing = jnp.arange(GOOD + POOR + FAILING) < GOOD + POOR
+    group = jnp.repeat(jnp.arange(GROUPS), SIZE)
+    mask = jnp.ones((GROUPS * SIZE, 1), bool)
+    weight = prompt_mean(group, jnp.zeros_like(group), mask)
+
+    def update(logits: Array, key: Array) -> tuple[Array, tuple[Array, ...]]:
+        draw, err = jax.random.split(key)
+        drawn = jax.random.categorical(draw, logits, shape=group.shape)
+        quality, passed = truth[drawn], passing[drawn]
+        if arm == "noisy grades":
+            quality = jnp.clip(quality + NOISE * jax.random.normal(err, drawn.shape), LEAST, 1)
+        credit = advantage(arm, quality, passed, group)[:, None]
+
+        def loss(logits: Array) -> Array:
+            logp = jax.nn.log_softmax(logits)[drawn][:, None]
+            return (signed_band(logp, jnp.ones_like(logp), credit, **BAND)[0] * weight).sum()
+
+        slope = jax.grad(loss)(logits)
+        level = jnp.abs(credit.reshape(GROUPS, SIZE)).max(-1) == 0
+        told = (jax.nn.softmax(logits)[:GOOD].sum(), jnp.linalg.norm(slope), level.sum() / GROUPS)
+        return logits - rate * slope, told
+
+    start = jnp.zeros(truth.shape)
+    keys = jax.random.split(jax.random.key(seed), updates)
+    logits, (curve, norm, level) = jax.lax.scan(update, start, keys)
+    p, logp = jax.nn.softmax(logits), jax.nn.log_softmax(logits)
+    return {
+        "good": p[:GOOD].sum(),
+        "poor": p[GOOD : GOOD + POOR].sum(),
+        "worth": (p * truth * passing).sum(),
+        "entropy": -(p * logp).sum(),
+        "kl_to_start": (p * (logp - jax.nn.log_softmax(start))).sum(),
+        "level_groups": level.sum() / updates,
+        "norm_median": jnp.median(norm),
+        "norm_max": norm.max(),
+        "curve": curve[:: max(updates // 150, 1)],
+    }
+
+
+def claim(quick: bool) -> Claim:
+    """Rules for the advantage of passes."""
+
+    def run(arm: str, rate: float, seed: int) -> Outcome:
+        found = train(arm, rate, seed, updates=30 if quick else 1500)
+        return {name: x.tolist() for name, x in found.items()}
+
+    return Claim(
+        name="x11_redistribution",
+        arms=ARMS,
+        run=run,
+        rates=(3.0, 10.0, 30.0, 100.0),
+        choose="worth",
+        larger=True,
+        shown=("good", "poor", "worth", "entropy", "kl_to_start", "level_groups", "norm_max"),
+        drawn=("curve", "entropy"),
+        against="verdict alone",
+        seeds=2 if quick else 10,
+    )
+
+
+if __name__ == "__main__":
+    main(claim, __doc__)
