@@ -24,7 +24,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl.algorithms.contract import Diagnostics, Logits, Reading
 from jaxrl.batch import Batch, Credit
@@ -128,7 +128,7 @@ class Algorithm:
         for share, mask, reward in roles:
             found = group_normalize(reward, batch.group, mask, bound=self.advantage_clip)
             spread = mask & (group_sum(jnp.abs(found), batch.group, mask) > 0)
-            acted = batch.acted & self._at(spread, rollout)
+            acted = batch.acted & spread[rollout][:, None]
             advantage += over_tokens(found, rollout, acted)
             weight += share * rollout_mean(rollout, minibatch, acted)
         return Credit(advantage=advantage, weight=weight)
@@ -142,14 +142,9 @@ class Algorithm:
     ) -> tuple[Float[Array, "row token"], Diagnostics]:
         """Policy term within the bounds of trust, plus the KL term."""
         logp, old_logp = reading["logp"], observed["old_logp"]
+        arrays = (credit.advantage, batch.rollout, batch.acted)
         token_loss, diagnostics = trusted_surrogate(
-            logp,
-            old_logp,
-            batch.sampler_logp,
-            credit.advantage,
-            batch.rollout,
-            batch.acted,
-            trust=self.trust,
+            logp, old_logp, batch.sampler_logp, *arrays, trust=self.trust
         )
         diagnostics |= {"entropy": observed["entropy"]}
         if self.kl_weight > 0:
@@ -161,7 +156,3 @@ class Algorithm:
     def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
         """Every group is trained: a role without spread is dropped by itself."""
         return True
-
-    @staticmethod
-    def _at(mask: Bool[Array, " rollout"], rollout: Int[Array, " row"]) -> Bool[Array, "row 1"]:
-        return mask[rollout][:, None]
