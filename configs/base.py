@@ -74,8 +74,15 @@ def get_config(variant: str = "") -> ConfigDict:
     config.pool = pool = ConfigDict()
     # local: generate and verify in this process | recorded: read from pool.path
     pool.kind = "local"
-    # recorded: directory of records; "" means demonstrations made from the task's train split
+    # recorded: directory of records, or an earlier phase, whose best rollouts are read (see
+    # jaxrl/pool/filtering.py); "" means demonstrations made from the task's train split
     pool.path = ""
+    pool.survivors = 500  # of an earlier phase: most problems that are read, a rollout each
+    pool.loop_characters = 40  # no survivor says a span so long ...
+    pool.loop_repeats = 4  # ... so many times in a row
+    # local: the part of the train prompts that is drawn, by content hash, of so many parts
+    pool.shard = 0
+    pool.shards = 1
     pool.local_dir = ""  # where records of this run go (a local disk); "" means <workdir>/pool
     pool.rollouts_per_group = 8
     # recorded: most right answers of the task that are shown; 0: all of its train split

@@ -40,7 +40,7 @@ from jaxrl.pool.rollout import (
 )
 from jaxrl.pool.spool import SUFFIX, Entry, Writer, index, read, read_at
 
-__all__ = ["RecordedPool", "Writer", "demonstrate", "read"]
+__all__ = ["NoRecords", "RecordedPool", "Writer", "demonstrate", "read"]
 
 
 class _Groups:
@@ -188,6 +188,38 @@ class RecordedPool:
 
     def close(self) -> None:
         """No file is held open between takes."""
+
+
+class NoRecords:
+    """The pool of a phase for which nothing was left to read: it ends at once, with ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def take(self, n: int, step: int) -> tuple[list[Group], Manifest]:
+        """PoolEnd."""
+        raise PoolEnd(self._reason)
+
+    def commit(self, step: int) -> None:
+        """Nothing was handed out."""
+
+    def state(self) -> dict[str, Any]:
+        """That it is this pool."""
+        return {"pool": "none"}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """ValueError for the state of a pool that had something."""
+        if state["pool"] != "none":
+            raise ValueError(f"pool state has pool={state['pool']!r}; allowed: 'none'")
+
+    def publish(self, version: Version, path: str) -> None:
+        """Nothing depends on the weights."""
+
+    def weigh(self, probabilities: Mapping[str, float]) -> None:
+        """Nothing is drawn."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def demonstrate(

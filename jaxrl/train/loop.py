@@ -27,6 +27,7 @@ from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import TaskSource
 from jaxrl.train import optimizer, roles
+from jaxrl.train.accounts import Account
 from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
 from jaxrl.train.collate import Shown, collate
 from jaxrl.train.metrics import Logger, Progress, samples_table
@@ -34,29 +35,6 @@ from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
 from jaxrl.train.step import Step, make_step
 from jaxrl.train.workdir import Workdir
-
-
-@dataclasses.dataclass
-class Clock:
-    """Where the seconds of the present phase went, and how many tokens were trained in them."""
-
-    phase: str = ""
-    running_s: float = 0.0  # all of the loop, without compilation
-    take_s: float = 0.0  # of that, in takes
-    trained_tokens: int = 0
-    sampled_tokens: int = 0  # those of refused groups too; none where rollouts are read
-
-    def add(
-        self, phase: Phase, *, trained: int, sampled: int, running_s: float, take_s: float
-    ) -> None:
-        """Count a step; another phase starts from nothing."""
-        if self.phase != phase.name:
-            self.phase, self.running_s, self.take_s = phase.name, 0.0, 0.0
-            self.trained_tokens, self.sampled_tokens = 0, 0
-        self.running_s += running_s
-        self.take_s += take_s
-        self.trained_tokens += trained
-        self.sampled_tokens += sampled
 
 
 @dataclasses.dataclass
@@ -103,7 +81,7 @@ class Books:
     consumed: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"groups": 0, "digest": "", "last": []}
     )  # groups trained so far and the chained digest of their manifests
-    clock: Clock = dataclasses.field(default_factory=Clock)
+    accounts: dict[str, Account] = dataclasses.field(default_factory=dict)  # by phase
     compilations: dict[str, int] = dataclasses.field(default_factory=dict)
     published: tuple[Version, str] | None = None  # the newest weights directory
     saved: int = -1  # step of the newest checkpoint
@@ -120,7 +98,8 @@ class Books:
             epochs.append(restored.host["epoch"])
             self.saved = restored.step
             self.consumed = restored.host["consumed"]
-            self.clock = Clock(**restored.host["clock"])
+            accounts = restored.host["accounts"]
+            self.accounts = {name: Account(**account) for name, account in accounts.items()}
             self.progress.note(f"continuing at step {restored.step}")
             self.logger.scalars(restored.step, {"checkpoint/fallbacks": restored.fallbacks})
         self.epoch = max(epochs, default=-1) + 1
@@ -203,7 +182,7 @@ def save(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> No
         "epoch": books.epoch,
         "identity": books.identity,
         "consumed": books.consumed,
-        "clock": dataclasses.asdict(books.clock),
+        "accounts": {name: dataclasses.asdict(x) for name, x in books.accounts.items()},
         "pool": pool.state(),
     }
     books.logger.flush()  # curves of steps that will not run again
@@ -235,16 +214,9 @@ def log(
     seconds: Mapping[str, float],
 ) -> None:
     """Curves, samples and the progress line of one step."""
+    account = books.accounts.setdefault(phase.name, Account())
     tokens = int(numbers["batch/action_tokens"])
-    wall = sum(seconds[f"time/{part}_s"] for part in ("take", "step", "publish", "save"))
-    working = max(wall - seconds["time/compile_s"], 1e-9)
-    books.clock.add(
-        phase,
-        trained=tokens,
-        sampled=int(numbers.get("pool/sampled_tokens", 0)),
-        running_s=working,
-        take_s=max(seconds["time/take_s"] - seconds["time/take_compile_s"], 0),
-    )
+    working = account.add(phase, groups, numbers, seconds)
     if (step + 1) % phase.log.every_steps == 0:
         rate = {"train/tokens_per_s": tokens / working}
         books.logger.scalars(step, {**numbers, **seconds, **rate})
@@ -259,7 +231,7 @@ def log(
         step + 1,
         {"loss": numbers["loss/total"], "reward": numbers["reward/mean"]},
         tokens=tokens,
-        seconds=wall,
+        seconds=working + seconds["time/compile_s"],
         compile_seconds=seconds["time/compile_s"],
         label=phase.name,
     )

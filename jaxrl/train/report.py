@@ -22,6 +22,7 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jaxrl.train.accounts import Account
 from jaxrl.train.metrics import read_lines
 from jaxrl.train.workdir import write_json
 
@@ -83,26 +84,27 @@ class HeldOut:
 class Outcome:
     """What a finished run has to say for itself.
 
-    tokens_per_s: trained action tokens over wall clock without compilation.  compilations: how
-    often each jitted function was compiled, by name.
+    accounts: what each phase has cost, by name, in order; rates are those of the last.
+    compilations: how often each jitted function was compiled, by name.
     """
 
     before: HeldOut
     after: HeldOut
     steps: int
-    tokens_per_s: float
-    generation_tokens_per_s: float
+    accounts: Mapping[str, Account]
     compilations: Mapping[str, int]
     seed: int
 
     def to_json(self) -> dict[str, Any]:
-        """What ``summary.json`` holds."""
+        """What ``summary.json`` holds; tokens a second are over wall clock without compilation."""
+        last = [Account(), *self.accounts.values()][-1]
         return {
             "schema_version": SCHEMA_VERSION,
             "held_out": {"before": self.before.to_json(), "after": self.after.to_json()},
             "steps": self.steps,
-            "tokens_per_s": self.tokens_per_s,
-            "generation_tokens_per_s": self.generation_tokens_per_s,
+            "tokens_per_s": last.trained_tokens / max(last.running_s, 1e-9),
+            "generation_tokens_per_s": last.sampled_tokens / max(last.take_s, 1e-9),
+            "phases": [{"phase": n} | dataclasses.asdict(x) for n, x in self.accounts.items()],
             "peak_rss_bytes": peak_rss_bytes(),
             "compilations": dict(self.compilations),
             "seed": self.seed,
@@ -223,7 +225,18 @@ def table(summary: Mapping[str, Any], workdir: epath.PathLike) -> str:
         f"Picture: {epath.Path(workdir) / 'plots' / 'curves.png'}",
         f"Summary: {epath.Path(workdir) / 'summary.json'}",
     ]
-    return "\n".join([*_rows(accuracy), "", *_rows(facts), "", *notes])
+    costs = _costs(summary["phases"])
+    return "\n".join([*_rows(accuracy), "", *_rows(facts), "", *costs, *notes])
+
+
+def _costs(phases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each phase has cost, where there are several."""
+    rows = [["phase", "rollouts", "updates", "trained tokens", "seconds", "of that, in takes"]]
+    for account in phases:
+        counts = [f"{account[field]:,}" for field in ("rollouts", "updates", "trained_tokens")]
+        times = [f"{account[field]:,.1f}" for field in ("running_s", "take_s")]
+        rows.append([account["phase"], *counts, *times])
+    return [*_rows(rows), ""] if len(phases) > 1 else []
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> list[str]:

@@ -16,10 +16,10 @@ from jaxrl.model import policy
 from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import check_weights, read_weights, write_weights
 from jaxrl.model.sampler import Sampler
-from jaxrl.pool import recorded
+from jaxrl.pool import filtering, recorded
 from jaxrl.pool.contract import RolloutPool
 from jaxrl.pool.local import LocalPool
-from jaxrl.pool.recorded import RecordedPool
+from jaxrl.pool.recorded import NoRecords, RecordedPool
 from jaxrl.pool.tokenizer import SentencePieceTokenizer, train_sentencepiece
 from jaxrl.train import curriculum, loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
@@ -188,12 +188,31 @@ def keep_weights(phase: Phase, phases: list[Phase], root: epath.Path, state: Tra
     write_weights(path, state.roles[STUDENT].all, epoch=0, step=int(state.step))
 
 
+def survived(phase: Phase, books: Books, folder: epath.Path, run_id: str) -> int:
+    """Filter an earlier phase's records into ``folder/<phase>``; how many rollouts are left."""
+    counts = filtering.distil(
+        folder / phase.pool.path,
+        folder / phase.name,
+        run_id=run_id,
+        limit=phase.pool.survivors,
+        characters=phase.pool.loop_characters,
+        repeats=phase.pool.loop_repeats,
+    )
+    stated = ", ".join(f"{name} {count}" for name, count in counts.items())
+    books.progress.note(f"{phase.name} reads {phase.pool.path}: {stated}")
+    return counts["kept"]
+
+
 def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
     """The pool that a phase asks for. Its records name the run by what makes it this run."""
     folder = pool_folder(phase, books.workdir.root)
     digest = hashlib.blake2b(json.dumps(books.identity).encode(), digest_size=8).hexdigest()
     if phase.pool.kind == "recorded":
         path = epath.Path(phase.pool.path) if phase.pool.path else folder / "demonstrations"
+        if phase.pool.path and "/" not in phase.pool.path:  # written anew, as demonstrations are
+            path = folder / phase.name
+            if not survived(phase, books, folder, f"{phase.pool.path}-{digest}"):
+                return NoRecords(f"nothing of {phase.pool.path} survived")
         if not phase.pool.path:  # written anew at each start: the same records, whatever lay there
             counts = recorded.demonstrate(
                 parts.source,
@@ -220,6 +239,7 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
         parts.tokenizer,
         parts.source,
         run_id=f"{phase.name}-{digest}",
+        shard=(phase.pool.shard, phase.pool.shards),
         seed=phase.seed,
         rollouts_per_group=phase.pool.rollouts_per_group,
         temperature=phase.sampler.temperature,
@@ -317,8 +337,7 @@ def _schedule(
         before=report.HeldOut.of(before),
         after=report.HeldOut.of(after),
         steps=int(state.step),
-        tokens_per_s=books.clock.trained_tokens / max(books.clock.running_s, 1e-9),
-        generation_tokens_per_s=books.clock.sampled_tokens / max(books.clock.take_s, 1e-9),
+        accounts=books.accounts,
         compilations={**books.compilations, **parts.sampler.compilations},
         seed=phases[-1].seed,
     )

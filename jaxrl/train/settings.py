@@ -70,6 +70,11 @@ class PoolConfig:
 
     kind: str
     path: str
+    survivors: int
+    loop_characters: int
+    loop_repeats: int
+    shard: int
+    shards: int
     local_dir: str
     rollouts_per_group: int
     demonstrations: int
@@ -90,6 +95,10 @@ class PoolConfig:
             "pool", self, "demonstrations", "epochs", "publish_every_steps", "max_refills", least=0
         )
         _positive("pool", self, "max_feedback_tokens", least=0)
+        _positive("pool", self, "survivors", "loop_characters", "shards")
+        _positive("pool", self, "loop_repeats", least=2)
+        if not 0 <= self.shard < self.shards:
+            raise ValueError(f"pool.shard={self.shard!r}; allowed: 0 to {self.shards - 1}")
         _positive("pool", self, "watchdog_s", least=1e-3)
         if self.kind == "local" and self.publish_every_steps != 1:
             raise ValueError(
@@ -342,6 +351,25 @@ def _refer(resolved: list[Phase], phase: Phase) -> None:
         )
 
 
+def _reread(resolved: list[Phase], phase: Phase) -> None:
+    """Check that records of other phases are those of an earlier one that keeps them."""
+    path, where = phase.pool.path, f"phases.{phase.name}: pool.path={phase.pool.path!r}"
+    if not path or "/" in path:
+        return
+    found = [other for other in resolved if other.name == path]
+    if not found:
+        earlier = ", ".join(other.name for other in resolved) or "no phase comes earlier"
+        raise ValueError(f"{where}; allowed: '', {earlier}, or a directory of records (with a /)")
+    kept = found[0].pool
+    if phase.pool.kind != "recorded" or kept.kind != "local" or not kept.record:
+        raise ValueError(
+            f"{where} with pool.kind={phase.pool.kind!r}; allowed: pool.kind='recorded', and a "
+            f"phase with pool.kind='local' and pool.record=True (is: {kept.kind!r}, {kept.record})"
+        )
+    if kept.local_dir != phase.pool.local_dir:
+        raise ValueError(f"{where}: pool.local_dir differs; allowed: {kept.local_dir!r}")
+
+
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
     moving = CurriculumConfig(**sections["train"]["curriculum"])
     train = TrainConfig(**{**sections["train"], "curriculum": moving})
@@ -406,5 +434,6 @@ def phases(config: ConfigDict) -> list[Phase]:
         merged = _overridden(sections, table[name], f"phases.{name}")
         phase = _phase(name, merged, resolved[-1].last_step if resolved else 0)
         _refer(resolved, phase)
+        _reread(resolved, phase)
         resolved.append(phase)
     return resolved

@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from jaxrl.train import report
+from jaxrl.train.accounts import Account
 from jaxrl.train.metrics import Logger, read_lines
 from jaxrl.train.report import HeldOut, Outcome
 
 BEFORE = HeldOut(4, 512, 1.0, 0.312, 0.6, 0.4, (0.29, 0.334), "bootstrap over prompts, 95 %")
 AFTER = HeldOut(4, 512, 1.0, 0.625, 0.7, 0.35, (0.60, 0.643), "bootstrap over prompts, 95 %")
-OUTCOME = Outcome(BEFORE, AFTER, 120, 10_250.4, 3_999.5, {"step": 2, "decode": 1}, 3)
+ACCOUNTS = {
+    "sft": Account(60, 240, 60, 1_000, 0, 2.0, 0.5, 3.0),
+    "gvpo": Account(60, 1_920, 120, 20_501, 7_999, 2.0, 2.0, 4.0),
+}
+OUTCOME = Outcome(BEFORE, AFTER, 120, ACCOUNTS, {"step": 2, "decode": 1}, 3)
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def test_summary_has_the_keys_of_the_contract(workdir, capsys):
     assert written == json.loads(json.dumps(returned))
     assert set(written) == {
         "schema_version", "held_out", "steps", "tokens_per_s", "generation_tokens_per_s",
-        "peak_rss_bytes", "compilations", "seed", "commit", "machine",
+        "peak_rss_bytes", "compilations", "seed", "commit", "machine", "phases",
     }  # fmt: skip
     before, after = written["held_out"]["before"], written["held_out"]["after"]
     assert set(before) == set(after) == {
@@ -52,6 +57,8 @@ def test_summary_has_the_keys_of_the_contract(workdir, capsys):
     assert (written["steps"], written["seed"], written["compilations"]) == (
         120, 3, {"step": 2, "decode": 1},
     )  # fmt: skip
+    assert [cost["phase"] for cost in written["phases"]] == ["sft", "gvpo"]
+    assert (written["phases"][1]["rollouts"], written["tokens_per_s"]) == (1_920, 10_250.5)
     assert not [path for path in workdir.rglob("*.tmp")]
     assert report.table(written, workdir) in capsys.readouterr().out
 
@@ -68,7 +75,10 @@ def test_table_is_markdown_that_lines_up(workdir):
         ["pass@4", "60.0 %", "70.0 %", "+10.0 points"],
         ["greedy", "40.0 %", "35.0 %", "-5.0 points"],
     ]
-    for block in (rows[:5], rows[5:]):
+    assert [row.split("|")[1].strip() for row in rows[-2:]] == ["sft", "gvpo"]
+    costs = [cell.strip() for cell in rows[-1].split("|")[2:-1]]
+    assert costs == ["1,920", "120", "20,501", "2.0", "2.0"]
+    for block in (rows[:5], rows[5:-4], rows[-4:]):
         assert len({len(row) for row in block}) == 1
     assert "decode 1, step 2 |" in text and "10,250 |" in text and "4,000 |" in text
     assert "60.0 % to 64.3 % (bootstrap over prompts, 95 %)" in text

@@ -72,7 +72,7 @@ def ending(workdir):
         state=ocp.PyTreeCheckpointHandler(), host=ocp.JsonCheckpointHandler()
     )
     read = ocp.Checkpointer(handler).restore(newest, args=items)
-    host = {name: value for name, value in read.host.items() if name not in ("epoch", "clock")}
+    host = {name: value for name, value in read.host.items() if name not in ("epoch", "accounts")}
     return {name: np.asarray(x) for name, x in read.state.items()}, host
 
 

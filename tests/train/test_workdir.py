@@ -63,7 +63,7 @@ def test_a_version_never_means_two_sets_of_weights(tmp_path):
     second.open(None)
     assert second.epoch == 2
     third = books(root)
-    third.open(Restored({}, {"epoch": 7, "consumed": {"groups": 5}, "clock": {}}, 3, 0))
+    third.open(Restored({}, {"epoch": 7, "consumed": {"groups": 5}, "accounts": {}}, 3, 0))
     assert third.epoch == 8 and third.consumed == {"groups": 5}
 
 
