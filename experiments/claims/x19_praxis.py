@@ -18,7 +18,13 @@ degrees; the wrong labels do not matter there), its mean and its worst, the shar
 to the universes with most wrong labels, and how often the drift bound is broken.
 Expect: the bound always holds and the archive finds the useful rule; the moving sampler chases the
 labels that nothing can predict, and does not raise accuracy.
-Result: open.
+Result: as expected. 10 seeds of 4 runs, means with 95 % t intervals; commit ea65e51, 2026-11-29;
+each arm at rate 3e-4, its best. Neither bound was broken in 10 000 iterations; the largest KL was
+the cap. Mean accuracy in universes never drawn: plain .8064 [.8028, .8101], PRAXIS .8016; paired,
+PRAXIS -.0048 [-.0061, -.0035], without rules -.0057 [-.0073, -.0041], rules of equal weight -.0053
+[-.0066, -.0041], group DRO -.0022 [-.0037, -.0007]; worst universes likewise. The sampler spends
+.43 of its draws where 60 % of class 1 are labelled wrong, a third of the universes. The archive
+ends with 1e-11 on the four bad rules, .43 [.38, .48] on the useful one, the rest on the copy.
 """
 
 import functools
