@@ -104,7 +104,7 @@ def claim(quick: bool) -> Claim:
         name="x11_redistribution",
         arms=ARMS,
         run=run,
-        rates=(3.0, 10.0, 30.0, 100.0),
+        rates=(0.3, 1.0, 3.0, 10.0, 30.0),
         choose="worth",
         larger=True,
         shown=("good", "poor", "worth", "entropy", "kl_to_start", "level_groups", "norm_max"),

@@ -8,7 +8,8 @@ action there must be its symbol's. An update: 8 prompts of 16 responses, a knock
 each (``jaxrl/tasks/arena.py``) whose judge tells good from bad without error, credit by
 ``kernels/tournaments.py`` and ``kernels/steps.py``, plain gradient descent. Arms differ in the
 steps that the judge names: none (uniform credit), the decisive one, the decisive one with
-probability .8 and else another, any one of the four (placebo).
+probability .8 and else another, any one of the four (placebo); and all four, which only pushes
+winners harder than losers.
 
 Look at: updates until a response is good with probability .9 (600 if never), each arm at its own
 learning rate, which also makes up for a mere change of scale.
@@ -33,15 +34,16 @@ from jaxrl.tasks.arena import Opinion, hold, most_rounds
 STEPS, SYMBOLS, ACTIONS, PROMPTS, SIZE = 4, 48, 8, 8, 16
 TOPOLOGY = "single_elimination"
 ROUNDS = most_rounds(TOPOLOGY, SIZE, 1)
-RIGHT = {"uniform": None, "decisive": 1.0, "judge .8": 0.8, "placebo": 1 / STEPS}
+RIGHT = {"uniform": None, "decisive": 1.0, "judge .8": 0.8, "placebo": 1 / STEPS, "every step": 1.0}
 ENOUGH = 0.9
 
 
 class Naming:
     """Tells good responses from bad ones, and names a step of the good one."""
 
-    def __init__(self, good: np.ndarray, decisive: int, right: float | None, draw) -> None:
-        self.good, self.decisive, self.right, self.draw = good, decisive, right, draw
+    def __init__(self, good: np.ndarray, decisive: int, arm: str, draw) -> None:
+        self.good, self.decisive, self.draw = good, decisive, draw
+        self.right, self.every = RIGHT[arm], arm == "every step"
 
     def compare(self, first: int, second: int, attempt: int) -> Opinion:
         """1 for good, 0 for bad."""
@@ -49,7 +51,8 @@ class Naming:
         if self.right is None or scores[0] == scores[1]:
             return Opinion(scores, ())
         away = 0 if self.draw.random() < self.right else self.draw.integers(1, STEPS)
-        return Opinion(scores, (int(self.decisive + away) % STEPS,))
+        named = (int(self.decisive + away) % STEPS,)
+        return Opinion(scores, tuple(range(STEPS)) if self.every else named)
 
 
 @jax.jit
@@ -80,7 +83,7 @@ def descend(
     return logits - rate * slope, jnp.linalg.norm(slope)
 
 
-def train(right: float | None, rate: float, seed: int, updates: int) -> dict[str, list | float]:
+def train(arm: str, rate: float, seed: int, updates: int) -> dict[str, list | float]:
     """Until responses are good often enough, or the updates are used up."""
     draw, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), updates)
     answer = draw.integers(0, ACTIONS, SYMBOLS)
@@ -97,7 +100,7 @@ def train(right: float | None, rate: float, seed: int, updates: int) -> dict[str
             decisive, rows = int(draw.integers(STEPS)), slice(first, first + SIZE)
             good = action[rows, decisive] == answer[symbol[first, decisive]]
             outcome = hold(
-                Naming(good, decisive, right, draw),
+                Naming(good, decisive, arm, draw),
                 dict.fromkeys(range(SIZE), True),
                 topology=TOPOLOGY,
                 swiss_rounds=1,
@@ -127,13 +130,13 @@ def claim(quick: bool) -> Claim:
     """Which steps the judge names."""
 
     def run(arm: str, rate: float, seed: int) -> Outcome:
-        return train(RIGHT[arm], rate, seed, 8 if quick else 600)
+        return train(arm, rate, seed, 8 if quick else 600)
 
     return Claim(
         name="x14_steps",
         arms=tuple(RIGHT),
         run=run,
-        rates=(50.0, 100.0, 200.0, 400.0, 800.0),
+        rates=(100.0, 140.0, 200.0, 280.0, 400.0, 560.0),
         choose="updates",
         larger=False,
         shown=("updates", "good", "entropy", "level_groups", "norm_max"),
