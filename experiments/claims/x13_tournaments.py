@@ -13,14 +13,14 @@ calls of the judge.
 Expect: with a perfect judge every champion is the best, round robin orders all, Swiss correlates
 above .8, the control not at all; an erring judge costs cheap topologies most.
 Result: as expected. 10 seeds of 200 tournaments, means with 95 % t intervals, 2 to 8 s a run;
-commit a184832, 2026-11-29. Correlation with a judge whose scores are qualities, perfect and erring:
-anchor 1 and .617 [.606, .627] (30 calls), Swiss .934 [.932, .937] and .764 [.759, .768] (64), single
-elimination 1 and .700 [.690, .711] (60), double 1 and .714 [.706, .722] (91), round robin 1 and .934
-[.932, .936] (240). With one that only says who is better: anchor .734 and .471, single .836 and
-.568, double .930 and .663, Swiss and round robin as before. The best wins always with a perfect
-judge, but alone in 12 % only at a blunt anchor; with an erring one in 40 % (single) to 53 %
-(anchor). Per call an erring judge's Swiss rounds rank best among the cheap ones. The control:
--.001 [-.014, .011] with a perfect judge, and the best wins in 3 %: by position Swiss is noise.
+commit a184832, 2026-11-29. Correlation under a judge whose scores are qualities, perfect and
+erring: anchor 1 and .617 [.606, .627] (30 calls), Swiss .934 [.932, .937] and .764 [.759, .768]
+(64), single elimination 1 and .700 [.690, .711] (60), double 1 and .714 [.706, .722] (91), round
+robin 1 and .934 [.932, .936] (240). Under one that only says who is better: anchor .734 and .471,
+single .836 and .568, double .930 and .663, Swiss and round robin as before. A perfect judge's best
+always wins, but at a blunt anchor alone in 12 % only; an erring judge's in 40 % (single) to 53 %
+(anchor), if it is blunt in 3 % (anchor) to 50 % (double). The control: -.001 [-.014, .011] under a
+perfect judge, and the best wins in 3 %: by position Swiss is noise.
 """
 
 import random
