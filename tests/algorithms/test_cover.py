@@ -162,81 +162,84 @@ def credit_of(batch, **change):
 def per_rollout(batch, change=None):
     """Advantage and total weight of each rollout."""
     credit = credit_of(batch, **(change or {}))
-    return np.asarray(credit.advantage).max(1) + np.asarray(credit.advantage).min(1), np.asarray(
-        credit.weight
-    ).sum(1)
+    advantage = np.asarray(credit.advantage)
+    return advantage.max(1) + advantage.min(1), np.asarray(credit.weight).sum(1)
 
 
-def full(tasks, **change):
-    """The same tasks with answers of two tokens everywhere."""
-    batch = batch_with(tasks, **change)
+def full(*tasks, valid=None):
+    """One or two tasks with answers of two tokens everywhere; a second one that is missing is
+    invalid, so that all have one shape."""
+    batch = batch_with([*tasks, tasks[0]][:2])
     rows = len(batch.valid)
-    plain = batch_of([2] * rows, [0.0] * rows, batch.group, valid=batch.valid)
-    return dataclasses.replace(plain, facts=batch.facts, minibatch=batch.minibatch)
+    valid = np.arange(rows) < SIZE * len(tasks) if valid is None else valid
+    plain = batch_of([2] * rows, [0.0] * rows, batch.group, valid=valid)
+    return dataclasses.replace(plain, facts=batch.facts)
 
 
 def test_by_hand():
     # programs .75 and .25 of a test that tells one from the other, one that all pass, one flipped
     passed = np.asarray([[1, 1, 0], [0, 1, 1], [1, 1, 0], [0, 1, 1]])
-    batch = full([task([0.75, 0.25, 0.75, 0.25], passed)])
+    batch = full(task([0.75, 0.25, 0.75, 0.25], passed))
     advantage, weight = per_rollout(batch, {"advantage_clip": 3.0})
+    advantage, weight = advantage[:SIZE], weight[:SIZE]
     np.testing.assert_allclose(advantage[:CODERS], [1, -1, 1, -1])
     # rewards [I, 0, 0] whatever I is: mean I/3, std I sqrt(2)/3
     np.testing.assert_allclose(advantage[CODERS:], np.asarray([2, -1, -1]) / math.sqrt(2))
     np.testing.assert_allclose(weight, [0.7 / 4] * 4 + [0.3 / 3] * 3)
     table = 3 / 4 * math.log(3 / 2) + 1 / 4 * math.log(1 / 2)  # 3/8, 1/8, 1/8, 3/8
     np.testing.assert_allclose(
-        told_by(load("cover", **PLAIN), batch)[CODERS:], [table, 0, 0], rtol=1e-6
+        told_by(load("cover", **PLAIN), batch)[CODERS:SIZE], [table, 0, 0], rtol=1e-6
     )
 
 
 def test_m7_rewards_of_one_role_never_change_the_others_advantages():
-    plain = per_rollout(full([task(TRUTH, GOOD)]))[0]
-    others = full([task(TRUTH, GOOD[:, ::-1], selected=(1, 1, 0), rewarded=(0, 1, 1))])
+    plain = per_rollout(full(task(TRUTH, GOOD)))[0]
+    others = full(task(TRUTH, GOOD[:, ::-1], selected=(1, 1, 0), rewarded=(0, 1, 1)))
     np.testing.assert_array_equal(per_rollout(others)[0][:CODERS], plain[:CODERS])
     # a truth on another scale that orders programs alike: tests earn other amounts, and the
     # coders' own advantages are those of the truth alone
-    lower = per_rollout(full([task(TRUTH / 2, GOOD)]))[0]
+    lower = per_rollout(full(task(TRUTH / 2, GOOD)))[0]
     np.testing.assert_allclose(lower[:CODERS], plain[:CODERS], rtol=1e-6)
 
 
 def test_tests_that_were_not_selected_are_absent_and_not_negative():
-    batch = full([task(TRUTH, GOOD, selected=(1, 0, 1))])
+    batch = full(task(TRUTH, GOOD, selected=(1, 0, 1)))
     advantage, weight = per_rollout(batch)
     assert advantage[CODERS + 1] == weight[CODERS + 1] == 0
-    np.testing.assert_allclose(weight, [0.7 / 4] * 4 + [0.15, 0, 0.15])
+    np.testing.assert_allclose(weight[:SIZE], [0.7 / 4] * 4 + [0.15, 0, 0.15])
 
 
 def test_roles_weigh_their_shares_however_many_they_are():
     valid = np.ones(2 * SIZE, bool)
     valid[[0, 1, SIZE + 5]] = False
-    batch = full([task(TRUTH, GOOD), task(TRUTH, GOOD)], valid=valid)
-    _, weight = per_rollout(batch, {"tester_share": 0.5})
+    batch = full(task(TRUTH, GOOD), task(TRUTH, GOOD), valid=valid)
+    _, weight = per_rollout(batch)
     coder = batch.facts["role"] == 0
-    np.testing.assert_allclose([weight[coder].sum(), weight[~coder].sum()], [0.5, 0.5])
+    np.testing.assert_allclose([weight[coder].sum(), weight[~coder].sum()], [0.7, 0.3])
     _, weight = per_rollout(batch, {"tester_share": 0.0})
     np.testing.assert_allclose([weight[coder].sum(), weight[~coder].sum()], [1, 0])
 
 
 def test_a_role_without_spread_leaves_its_task_and_the_denominators():
     flat = task(np.full(CODERS, 0.5), GOOD)  # no test tells anything of equal programs
-    alone, both = full([task(TRUTH, GOOD)]), full([task(TRUTH, GOOD), flat])
-    np.testing.assert_allclose(per_rollout(both)[0][:SIZE], per_rollout(alone)[0])
-    np.testing.assert_allclose(per_rollout(both)[1], [*per_rollout(alone)[1], *[0] * SIZE])
+    alone, both = full(task(TRUTH, GOOD)), full(task(TRUTH, GOOD), flat)
+    for mine, others in zip(per_rollout(both), per_rollout(alone), strict=True):
+        np.testing.assert_allclose(mine, others)
+        assert not mine[SIZE:].any()
 
 
 @pytest.mark.parametrize("truth", [0.0, 1.0])
 def test_nothing_is_learnt_where_no_program_or_every_program_is_right(truth):
-    credit = credit_of(full([task(np.full(CODERS, truth), GOOD)]))
+    credit = credit_of(full(task(np.full(CODERS, truth), GOOD)))
     np.testing.assert_array_equal(credit.weight, 0)
     np.testing.assert_array_equal(credit.advantage, 0)
 
 
 def test_copies_that_fill_up_earn_nothing_unless_asked():
-    batch = full([task(TRUTH, GOOD[:, [0, 0, 1]], rewarded=(1, 0, 1))])
-    told = told_by(load("cover", **PLAIN), batch)[CODERS:]
+    batch = full(task(TRUTH, GOOD[:, [0, 0, 1]], rewarded=(1, 0, 1)))
+    told = told_by(load("cover", **PLAIN), batch)[CODERS:SIZE]
     assert told[0] > told[1] == 0
-    told = told_by(load("cover", **PLAIN | {"reward_duplicates": True}), batch)[CODERS:]
+    told = told_by(load("cover", **PLAIN | {"reward_duplicates": True}), batch)[CODERS:SIZE]
     assert told[0] == told[1] > 0
 
 
@@ -245,21 +248,21 @@ def test_cells_that_do_not_count_change_nothing():
     counted[2, 1] = 0
     flipped = GOOD.copy()
     flipped[2, 1] = 1 - flipped[2, 1]
-    one, two = (full([task(TRUTH, passed, counted)]) for passed in (GOOD, flipped))
+    one, two = (full(task(TRUTH, passed, counted)) for passed in (GOOD, flipped))
     np.testing.assert_array_equal(per_rollout(one)[0], per_rollout(two)[0])
-    assert (per_rollout(one)[0] != per_rollout(full([task(TRUTH, GOOD)]))[0]).any()
+    assert (per_rollout(one)[0] != per_rollout(full(task(TRUTH, GOOD)))[0]).any()
 
 
 def test_order_of_programs_does_not_matter():
     order = np.asarray([2, 0, 3, 1])
-    plain, moved = (full([task(TRUTH[o], GOOD[o])]) for o in (np.arange(4), order))
+    plain, moved = (full(task(TRUTH[o], GOOD[o])) for o in (np.arange(4), order))
     advantage = per_rollout(plain)[0]
     np.testing.assert_allclose(per_rollout(moved)[0][:CODERS], advantage[order], rtol=1e-6)
     np.testing.assert_allclose(per_rollout(moved)[0][CODERS:], advantage[CODERS:], rtol=1e-6)
 
 
 def test_a_single_telling_test_is_clipped():
-    batch = full([task([1, 1, 0, 0], [[1, 0, 1], [1, 0, 1], [0, 0, 1], [0, 0, 1]])])
+    batch = full(task([1, 1, 0, 0], [[1, 0, 1], [1, 0, 1], [0, 0, 1], [0, 0, 1]]))
     assert per_rollout(batch)[0][CODERS] == pytest.approx(1.2)  # sqrt(2) without
 
 
