@@ -268,14 +268,13 @@ def run(quick: bool, arm: str, rate: float, seed: int) -> Outcome:
     )
     curves = {name: np.asarray(x, np.float64) for name, x in found.items()}
     percent = {name: 100 * curves[name] for name in ("right", "right, told", "teacher")}
+    last = {name: float(x[-1]) for name, x in percent.items()}
     return {
-        "right": percent["right"][-1],
-        "gain": percent["right"][-1] - percent["right"][0],
-        "right, told": percent["right, told"][-1],
-        "teacher before": percent["teacher"][0],
-        "teacher": percent["teacher"][-1],
-        "surprise": curves["surprise"][-1],
-        "curve": percent["right"],
+        **last,
+        "gain": last["right"] - float(percent["right"][0]),
+        "teacher before": float(percent["teacher"][0]),
+        "surprise": float(curves["surprise"][-1]),
+        "curve": percent["right"].tolist(),
     }
 
 

@@ -166,8 +166,9 @@ class Curriculum:
             return self._curves({})
         before, log_q, weight = dict(self._lost), self._log_q, self.weights
         for universe, members in self._by_universe(groups).items():
-            rewards = [np.mean([r.reward for r in group.rollouts]) for group in members]
-            self._lost[universe] = float(1 - np.clip(np.mean(rewards), 0, LOSS_BOUND))
+            rewards = [r.reward for group in members for r in group.rollouts]
+            gained = np.clip(np.mean(np.asarray(rewards, float)), 0, LOSS_BOUND)
+            self._lost[universe] = float(LOSS_BOUND - gained)
             self._gap[universe] = np.mean([self._gaps(g.rollouts) for g in members], 0).tolist()
         self._score = self._score + self.config.archive_rate * self._utility(groups)
         gain = self._filled(self._lost) + self._weight * self._gaps_of_all() @ self.weights

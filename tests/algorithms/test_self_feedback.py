@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,13 +38,17 @@ def answered(turns=TURNS, overflown=OVERFLOWN, valid=(1, 1, 1, 1, 1, 0)):
         step[row, 2 : 2 + len(at)] = at
     place = np.where(kind == PAD, -1, np.arange(kind.shape[1]))
     held = np.where(np.arange(rows)[:, None] == overflown, -1, place)
-    frame = (batch.tokens, batch.position, batch.segment)
+    frame: Any = (batch.tokens, batch.position, batch.segment)
+    views = {
+        name: View(*[*frame, index])
+        for name, index in (("with_feedback", held), ("as_environment", place))
+    }
     return dataclasses.replace(
         batch,
         kind=kind,
         step=step,
         minibatch=np.array(MINIBATCH[:rows]),
-        views={"with_feedback": View(*frame, held), "as_environment": View(*frame, place)},
+        views=views,
     )
 
 

@@ -26,14 +26,14 @@ def test_splits_are_distinct_and_share_no_question():
         assert task.content_hash == content_hash(task.prompt)
         assert task.split == split_of(task.content_hash, 0.1)
     assert {task.split for task in train} == {"train"}
+    # One line for the call, one for the tool's words: encoded apart or joined, the same ids.
+    assert all(task.prompt.count("\n") == 1 + task.metadata["shown"] for task in train)
 
 
 def test_seeds_never_leak_across_splits():
     one, two = (source_of(seed=seed) for seed in (0, 1))
-    train, held_out = (
-        {t.content_hash for t in s.tasks(split)} for s, split in ((one, "train"), (two, "held_out"))
-    )
-    assert not train & held_out
+    train = {task.content_hash for task in one.tasks("train")}
+    assert not train & {task.content_hash for task in two.tasks("held_out")}
 
 
 def test_a_source_is_deterministic_and_asking_for_more_only_appends():

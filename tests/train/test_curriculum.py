@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.pool.scripted import Scripted, answer_of, local_pool
 from tests.pool.test_draws import Parities
 from tests.train.toy import group, rollout
 
-PACE = {
+PACE: dict[str, Any] = {
     "move": "bounded",
     "signal": "loss",
     "stay": 1.0,
@@ -28,9 +29,12 @@ PACE = {
 TASKS = {"easy": 10, "hard": 30, "idle": 5}
 
 
+def pace(**change: Any) -> CurriculumConfig:
+    return CurriculumConfig(**(PACE | change))
+
+
 def make(lam=0.2, **change) -> Curriculum:
-    config = CurriculumConfig(**(PACE | change))
-    return Curriculum(config, TASKS, consistency_weight=lam, consistency_cap=5.0)
+    return Curriculum(pace(**change), TASKS, consistency_weight=lam, consistency_cap=5.0)
 
 
 def answers(universe, number, said):
@@ -193,7 +197,7 @@ def steered() -> RolloutPool:
         answer = answer_of(request)
         return answer if int(answer) % 2 else "no"
 
-    config = CurriculumConfig(**(PACE | {"kappa": 0.1}))
+    config = pace(kappa=0.1)
     tasks = {"even": 5, "odd": 4}
     moving = Curriculum(config, tasks, consistency_weight=0.2, consistency_cap=5.0)
     pool = local_pool(Scripted(respond), Parities(9), annotate=moving.annotate)
@@ -236,8 +240,8 @@ def test_a_steered_pool_draws_what_is_lost_and_resumes_bit_for_bit():
 def test_it_is_built_as_the_algorithm_and_the_tasks_say():
     tasks = Parities(9).tasks("train")
     sft = algorithms.load("sft")
-    assert build(CurriculumConfig(**(PACE | {"move": "off"})), tasks, sft) is None
-    plain = build(CurriculumConfig(**PACE), tasks, sft)
+    assert build(pace(move="off"), tasks, sft) is None
+    plain = build(pace(), tasks, sft)
     assert plain is not None and plain.universes == ["even", "odd"]
     plain.learn([answers("even", 0, ALL_WRONG)])
     assert plain.ledger["broken"] == 0
