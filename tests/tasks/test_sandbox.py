@@ -89,7 +89,7 @@ def test_a_loop_ends_and_the_calls_after_it_are_run(sandbox):
 def test_nothing_outlives_its_time(sandbox, body):
     began = time.monotonic()
     assert statuses(run(sandbox, body)) == ["timeout"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # and not 60
 
 
 @pytest.mark.parametrize(
