@@ -37,15 +37,13 @@ def _torch_answer(x: Arrays, loss: Callable[[Any, Mapping[str, Any]], Any]) -> A
     return float(value.detach()), logp.grad.numpy()
 
 
-def verl() -> Cases:
-    """verl.trainer.ppo.core_algos and rollout_corr_helper."""
-    core = importlib.import_module("verl.trainer.ppo.core_algos")
+def _verl_policy(core: Any) -> Callable[..., Callable[[Arrays], Answer]]:
+    """A policy loss by its name, its aggregation, its clips and its rollout correction."""
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
     actor = importlib.import_module("verl.workers.config").ActorConfig
-    torch = importlib.import_module("torch")
 
-    def config(low: float, high: float, dual: float) -> Any:
-        return actor(
+    def policy(name: str, how: str, *, low=0.2, high=0.2, dual=1e9, beta=0.0, **correction: Any):
+        numbers = actor(
             strategy="fsdp",
             clip_ratio=low,
             clip_ratio_low=low,
@@ -55,7 +53,6 @@ def verl() -> Cases:
             ppo_micro_batch_size_per_gpu=1,
         )
 
-    def policy(name: str, how: str, *, low=0.2, high=0.2, dual=1e9, **correction: Any):
         def loss(logp: Any, t: Mapping[str, Any]) -> Any:
             weight = None
             if correction:
@@ -63,19 +60,42 @@ def verl() -> Cases:
                     t["old"] - t["sampler"], t["mask"], **correction
                 )
             advantage = t["advantage"][:, None].expand_as(logp)
-            arguments = (t["old"], logp, advantage, t["mask"], how, config(low, high, dual), weight)
-            return core.get_policy_loss_fn(name)(*arguments)[0]
+            arguments = (t["old"], logp, advantage, t["mask"], how, numbers, weight)
+            term = core.get_policy_loss_fn(name)(*arguments)[0]
+            if beta:
+                distance = core.kl_penalty(logp, t["ref"], "low_var_kl")
+                term = term + beta * core.agg_loss(distance, t["mask"], how)
+            return term
 
         return lambda x: _torch_answer(x, loss)
 
-    def penalised(logp: Any, t: Mapping[str, Any]) -> Any:
-        advantage = t["advantage"][:, None].expand_as(logp)
-        how, numbers = "seq-mean-token-mean", config(0.2, 0.2, 1e9)
-        term = core.get_policy_loss_fn("vanilla")(
-            t["old"], logp, advantage, t["mask"], how, numbers
-        )[0]
-        distance = core.kl_penalty(logp, t["ref"], "low_var_kl")
-        return term + BETA * core.agg_loss(distance, t["mask"], how)
+    return policy
+
+
+def _verl_advantage(
+    estimate: Callable[..., Any], *, spread: bool = False, **more: Any
+) -> Callable[[Arrays], Answer]:
+    """Advantages of each row; ``spread``: of each token, the reward on the last, reached by
+    returns.
+    """
+    torch = importlib.import_module("torch")
+
+    def answer(x: Arrays) -> Answer:
+        mask = torch.from_numpy(x["mask"].astype(np.float32))
+        scores = torch.zeros(mask.shape)
+        place = mask.sum(-1).long() - 1 if spread else torch.zeros(len(mask)).long()
+        scores[torch.arange(len(mask)), place] = torch.from_numpy(x["reward"])
+        names = {} if spread else {"index": x["group"]}
+        found = estimate(scores, mask, **names, **more)[0].numpy()
+        return 0.0, found if spread else found[:, 0]
+
+    return answer
+
+
+def verl() -> Cases:
+    """verl.trainer.ppo.core_algos and rollout_corr_helper."""
+    core = importlib.import_module("verl.trainer.ppo.core_algos")
+    policy, advantage = _verl_policy(core), _verl_advantage
 
     def distance(kind: str):
         return lambda x: _torch_answer(
@@ -85,29 +105,14 @@ def verl() -> Cases:
             ),
         )
 
-    def advantage(estimate: Callable[..., Any], *, spread: bool = False, **more: Any):
-        def answer(x: Arrays) -> Answer:
-            mask = torch.from_numpy(x["mask"].astype(np.float32))
-            scores = torch.zeros(mask.shape)
-            scores[:, 0] = torch.from_numpy(x["reward"])
-            if spread:  # rewards lie on the last token, and a return reaches back from there
-                last = mask.sum(-1).long() - 1
-                scores = torch.zeros(mask.shape)
-                scores[torch.arange(len(last)), last] = torch.from_numpy(x["reward"])
-            names = {} if spread else {"index": x["group"]}
-            found = estimate(scores, mask, **names, **more)[0].numpy()
-            return 0.0, found if spread else found[:, 0]
-
-        return answer
-
-    vanilla, mean = "vanilla", "token-mean"
+    vanilla, mean, rollouts = "vanilla", "token-mean", "seq-mean-token-mean"
     return {
-        "grpo": policy(vanilla, "seq-mean-token-mean"),
-        "grpo + k3": lambda x: _torch_answer(x, penalised),
+        "grpo": policy(vanilla, rollouts),
+        "grpo + k3": policy(vanilla, rollouts, beta=BETA),
         "dapo": policy(vanilla, mean, high=0.28, dual=3.0),
         "dapo, no dual clip": policy(vanilla, mean, high=0.28),
         "dr. grpo": policy(vanilla, "seq-mean-token-sum-norm"),
-        "gspo": policy("gspo", "seq-mean-token-mean", low=0.02, high=0.03),
+        "gspo": policy("gspo", rollouts, low=0.02, high=0.03),
         "cispo, cap 1.2": policy("cispo", mean, low=0.9999, high=0.2),
         "cispo, 1 -+ 0.2": policy("cispo", mean),
         "tis, token": policy(vanilla, mean, rollout_is="token", rollout_is_threshold=2.0),
@@ -198,10 +203,8 @@ def _jax_answer(x: Arrays, loss: Callable[[jax.Array], jax.Array]) -> Answer:
     return float(value), np.asarray(slope)
 
 
-def tunix() -> Cases:
-    """tunix.rl.algo_core and common."""
-    core = importlib.import_module("tunix.rl.algo_core")
-    common: Any = importlib.import_module("tunix.rl.common")
+def _tunix_policy(core: Any, common: Any) -> Callable[..., Callable[[Arrays], Answer]]:
+    """The GRPO loss by its aggregation, ratio, clips, KL term and weights for the sampler."""
     nnx = importlib.import_module("flax.nnx")
     space = types.SimpleNamespace
 
@@ -212,37 +215,47 @@ def tunix() -> Cases:
             self.w = nnx.Param(jnp.zeros(1))
 
     def policy(how: str, *, algo="grpo", low=0.2, high=0.2, dual=None, beta=0.0, tis=False):
+        numbers = space(
+            beta=beta,
+            epsilon=low,
+            epsilon_high=high,
+            epsilon_c=dual,
+            loss_algo=algo,
+            loss_agg_mode=how,
+            temperature=1.0,
+            kl_loss_mode="low_var_kl",
+            kl_clamp_value=None,
+        )
+
         def loss(logp: jax.Array, x: Arrays) -> jax.Array:
+            mask = jnp.asarray(x["mask"]).astype(jnp.int32)
+            weight = jnp.minimum(jnp.exp(jnp.asarray(x["old"] - x["sampler"])), 2.0)
+            example = space(
+                prompt_ids=None,
+                completion_ids=mask,
+                completion_mask=mask,
+                advantages=jnp.asarray(x["advantage"]),
+                old_per_token_logps=jnp.asarray(x["old"]),
+                ref_per_token_logps=jnp.asarray(x["ref"]),
+                sampler_is_weights=weight if tis else None,
+            )
             kept = common.compute_per_token_logps
             common.compute_per_token_logps = lambda *a, **k: (logp, jnp.zeros((*logp.shape, 2)))
             try:
-                mask = jnp.asarray(x["mask"]).astype(jnp.int32)
-                weight = jnp.minimum(jnp.exp(jnp.asarray(x["old"] - x["sampler"])), 2.0)
-                example = space(
-                    prompt_ids=None,
-                    completion_ids=mask,
-                    completion_mask=mask,
-                    advantages=jnp.asarray(x["advantage"]),
-                    old_per_token_logps=jnp.asarray(x["old"]),
-                    ref_per_token_logps=jnp.asarray(x["ref"]),
-                    sampler_is_weights=weight if tis else None,
-                )
-                numbers = space(
-                    beta=beta,
-                    epsilon=low,
-                    epsilon_high=high,
-                    epsilon_c=dual,
-                    loss_algo=algo,
-                    loss_agg_mode=how,
-                    temperature=1.0,
-                    kl_loss_mode="low_var_kl",
-                    kl_clamp_value=None,
-                )
                 return core.grpo_loss_fn(Nothing(), example, numbers, 0, 1)[0]
             finally:
                 common.compute_per_token_logps = kept
 
         return lambda x: _jax_answer(x, lambda logp: loss(logp, x))
+
+    return policy
+
+
+def tunix() -> Cases:
+    """tunix.rl.algo_core and common."""
+    core = importlib.import_module("tunix.rl.algo_core")
+    common: Any = importlib.import_module("tunix.rl.common")
+    policy = _tunix_policy(core, common)
 
     def distance(kind: str):
         def loss(logp: jax.Array, x: Arrays) -> jax.Array:
@@ -258,14 +271,14 @@ def tunix() -> Cases:
 
         return answer
 
-    rollout_mean = "sequence-mean-token-mean"
+    rollouts = "sequence-mean-token-mean"
     return {
-        "grpo": policy(rollout_mean),
-        "grpo + k3": policy(rollout_mean, beta=BETA),
+        "grpo": policy(rollouts),
+        "grpo + k3": policy(rollouts, beta=BETA),
         "dapo": policy("token-mean", high=0.28, dual=3.0),
         "dapo, no dual clip": policy("token-mean", high=0.28),
         "dr. grpo": policy("sequence-mean-token-scale"),
-        "gspo": policy(rollout_mean, algo="gspo-token", low=0.02, high=0.03),
+        "gspo": policy(rollouts, algo="gspo-token", low=0.02, high=0.03),
         "tis, token": policy("token-mean", tis=True),
         "k1": distance("kl"),
         "k2": distance("mse_kl"),
