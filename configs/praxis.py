@@ -13,16 +13,16 @@ from configs import base, sft
 
 def universes() -> ConfigDict:
     """Reasoning Gym's graph families in sizes that a small model can read."""
-    grid: Any = lambda n: {"min_rows": n, "max_rows": n, "min_cols": n, "max_cols": n}  # noqa: E731
+    three, four = ({"min_rows": n, "max_rows": n, "min_cols": n, "max_cols": n} for n in (3, 4))
     islands = {"max_num_islands": 3, "max_island_size": 4}
     return ConfigDict(
         {
             "course_schedule": {"min_num_courses": 3, "max_num_courses": 4},
             "family_relationships": {"min_family_size": 4, "max_family_size": 5},
-            "largest_island:3x3": grid(3) | islands,
-            "largest_island:4x4": grid(4) | islands,
-            "shortest_path:3x3": grid(3),
-            "shortest_path:4x4": grid(4),
+            "largest_island:3x3": three | islands,
+            "largest_island:4x4": four | islands,
+            "shortest_path:3x3": three,
+            "shortest_path:4x4": four,
         },
         convert_dict=False,
     )

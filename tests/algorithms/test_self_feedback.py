@@ -6,12 +6,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxrl.algorithms.self_feedback import Algorithm
 from jaxrl.batch import ACTION, FEEDBACK, PAD, PROMPT, View
-from tests.algorithms.batches import batch_of, credited
+from jaxrl.train.state import scorer
+from tests.algorithms.batches import batch_of, credited, shown
+from tests.algorithms.test_distilled_steps import Swayed
 from tests.papers import self_feedback as paper
+from tests.train import toy
 
 VOCAB = 5
 NAMES = ("student", "self/with_feedback", "student/as_environment")
@@ -251,3 +255,53 @@ def test_case_10_a_batch_without_valid_rollouts_is_harmless():
 def test_a_bad_field_is_named(weights, message):
     with pytest.raises(ValueError, match=message):
         make(*weights)
+
+
+def answered_groups(seed):
+    """Two groups of four rollouts whose last token is what the environment said."""
+
+    def told(rollout):
+        kind = rollout.kind.copy()
+        kind[-1] = FEEDBACK
+        return dataclasses.replace(rollout, kind=kind)
+
+    groups = toy.random_groups(seed, groups=2, size=4)
+    return [
+        dataclasses.replace(group, rollouts=tuple(map(told, group.rollouts))) for group in groups
+    ]
+
+
+def take(policy, algorithm, takes):
+    """(student, its average) before the first take and after each."""
+    sgd = optax.sgd(0.5)
+    average = scorer(policy.init(jax.random.key(0)), ema_rate=0.75)
+    state = toy.state_of(algorithm, sgd, policy=policy, others={"self": average})
+    step = toy.step_of(algorithm, sgd, micro=8, size=4, policy=policy)
+    found = []
+    for number in range(takes + 1):
+        found.append([jax.device_get(state.roles[who].all) for who in ("student", "self")])
+        batch = toy.batch_of(answered_groups(number), step_groups=2, size=4)
+        views = {view: np.ones(8) for view in ("with_feedback", "as_environment")}
+        if number < takes:
+            state, metrics = step(state, shown(batch, **views))
+            assert metrics["optim/updates"] == 1
+    return found
+
+
+def test_s5_a_whole_step_without_new_words_leaves_the_student_alone():
+    with jax.enable_x64(False):
+        (before, _), (after, average) = take(toy.Bigram(), make(0.0, 1.0), takes=1)
+    for name, x in before.items():
+        np.testing.assert_array_equal(after[name], x)
+        np.testing.assert_array_equal(average[name], x)
+
+
+def test_s1_a_whole_step_moves_the_average_by_the_student_and_by_nothing_else():
+    with jax.enable_x64(False):
+        found = take(Swayed(), make(), takes=2)
+    average = found[0][1]
+    for student, now in found[1:]:
+        average = {name: 0.75 * x + 0.25 * student[name] for name, x in average.items()}
+        for name, x in now.items():
+            np.testing.assert_allclose(x, average[name], rtol=1e-6, atol=1e-7)
+    assert np.abs(found[2][0]["head"] - found[0][0]["head"]).max() > 1e-3
