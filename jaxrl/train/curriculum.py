@@ -22,9 +22,8 @@ from jaxtyping import Array
 
 from jaxrl.algorithms.contract import Algorithm
 from jaxrl.kernels import drift
-from jaxrl.pool.contract import Group, Manifest, RolloutPool
+from jaxrl.pool.contract import Group, Manifest, Question, RolloutPool
 from jaxrl.pool.rollout import ACTION, Rollout, Version
-from jaxrl.tasks.contract import Task
 
 # A program that maps a group's answers to one of them, without seeing a reward: its place.
 Rule = Callable[[Sequence[Rollout]], int]
@@ -277,7 +276,7 @@ class Curriculum:
 
 
 def build(
-    config: CurriculumConfig, tasks: Sequence[Task], algorithm: Algorithm
+    config: CurriculumConfig, tasks: Sequence[Question], algorithm: Algorithm
 ) -> Curriculum | None:
     """The curriculum of a phase over its train split; None if none is asked for. How much the
     rules' picks are trained, and up to which surprise, are the algorithm's fields, if it has them.

@@ -20,6 +20,7 @@ from jaxrl.pool import filtering, recorded
 from jaxrl.pool.contract import RolloutPool
 from jaxrl.pool.local import LocalPool
 from jaxrl.pool.recorded import NoRecords, RecordedPool
+from jaxrl.pool.shards import of_shard
 from jaxrl.pool.tokenizer import SentencePieceTokenizer, train_sentencepiece
 from jaxrl.train import curriculum, loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
@@ -233,13 +234,15 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
             max_refills=phase.pool.max_refills,
         )
     algorithm = algorithms.load(**phase.algorithm)
-    moving = curriculum.build(phase.train.curriculum, parts.source.tasks("train"), algorithm)
+    shard = (phase.pool.shard, phase.pool.shards)
+    tasks = of_shard(parts.source.tasks("train"), shard)
+    moving = curriculum.build(phase.train.curriculum, tasks, algorithm)
     pool = LocalPool(
         parts.sampler,
         parts.tokenizer,
         parts.source,
         run_id=f"{phase.name}-{digest}",
-        shard=(phase.pool.shard, phase.pool.shards),
+        shard=shard,
         seed=phase.seed,
         rollouts_per_group=phase.pool.rollouts_per_group,
         temperature=phase.sampler.temperature,
