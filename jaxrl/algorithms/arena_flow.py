@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -65,8 +64,6 @@ class Algorithm:
         """Centred rank rewards, amplified at the steps that decided."""
         acted, rollout = batch.acted, batch.rollout
         weight = token_mean(batch.minibatch[rollout], acted)
-        if not set(self.needs) <= set(batch.facts):  # a take without a rollout carries none
-            return Credit(jnp.zeros_like(weight), weight)
         reward = rank_reward(batch.facts["points"], batch.group, batch.valid)
         relative = group_scale if self.scale_by_std else group_center
         advantage = over_tokens(relative(reward, batch.group, batch.valid), rollout, acted)

@@ -98,7 +98,8 @@ class Algorithm(Protocol):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Facts that the rollouts must carry; collate names what lacks."""
+        """Facts that the rollouts must carry, numbers or arrays of one shape; collate names what
+        lacks. Those for each token have names that begin with ``token_``."""
         ...
 
     def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -77,7 +76,7 @@ class Length:
 class Segments:
     """Numbers of kernels/grades.py's ``segment_scale``."""
 
-    use: bool  # asks for the fact "flagged" of each token
+    use: bool  # asks for the fact "token_flagged" of each token
     harsher: float  # times the blame for flagged tokens, >= 1
     most: float  # bound on what clean tokens of good rollouts get, >= 1
     least: float  # bound on what clean tokens of bad rollouts are let off, in [0, 1]
@@ -113,7 +112,7 @@ class Algorithm:
     @property
     def needs(self) -> tuple[str, ...]:
         """The grader's verdict of each rollout, and flagged tokens if they are scaled."""
-        return ("grade", "exploit", "graded", "flagged")[: 3 + self.segments.use]
+        return ("grade", "exploit", "graded", "token_flagged")[: 3 + self.segments.use]
 
     def observe(self, logits: Logits, taken: Int[Array, " position"]) -> Reading:
         """Nothing: the policy is held against the sampler."""
@@ -124,8 +123,6 @@ class Algorithm:
         acted, rollout = batch.acted, batch.rollout
         group, minibatch = batch.group[rollout], batch.minibatch[rollout]
         weight = prompt_mean(group, minibatch, acted)
-        if not set(self.needs) <= set(batch.facts):  # a take without a rollout carries none
-            return Credit(jnp.zeros_like(weight), weight)
         facts = batch.facts
         passed = (batch.reward >= 1) & (facts["exploit"] == 0)
         who = (passed, batch.group, batch.valid)
@@ -140,7 +137,7 @@ class Algorithm:
         advantage = over_tokens(advantage, rollout, acted)
         if self.segments.use:
             numbers = {name: x for name, x in vars(self.segments).items() if name != "use"}
-            flagged = facts["flagged"] > 0
+            flagged = facts["token_flagged"] > 0
             advantage = grades.segment_scale(advantage, flagged, group, acted, **numbers)
         return Credit(advantage, weight)
 

@@ -16,6 +16,8 @@ from jaxrl.pool.contract import Group, Tokenizer
 from jaxrl.pool.rollout import Failure, Rollout, StopReason
 from jaxrl.train import views
 
+TOKEN_FACT = "token_"  # names of facts with a number for each token begin so
+
 # Failures that are the policy's own: the reward that the verifier gave stands.
 REWARDED = (Failure.NONE, Failure.POLICY_TIMEOUT)
 NOT_SAMPLED = 65535  # Rollout.version_index of a token that no weights sampled
@@ -169,9 +171,10 @@ def _fact(name: str, rollout: Rollout) -> np.ndarray:
 def _facts(
     placed: Mapping[int, Rollout], needs: Sequence[str], rows: int, tokens: int, algorithm: str
 ) -> dict:
-    """Facts that the algorithm asked for, 0 in empty slots. A fact that has the length of every
-    rollout's tokens belongs to tokens and is padded with 0, others go as they are. Raises
-    ValueError naming the fact that is missing."""
+    """Facts that the algorithm asked for, 0 in empty slots. Those whose names begin with ``token_``
+    have a number for each token and are padded with 0, others go as they are. None where nothing
+    is placed: then nobody knows their shapes. Raises ValueError naming the fact that is missing or
+    of another shape."""
     facts = {}
     for name in needs:
         for rollout in placed.values():
@@ -182,8 +185,13 @@ def _facts(
                     f"{rollout.sample} lacks; it has: {sorted(rollout.facts)}"
                 )
         values = {row: _fact(name, rollout) for row, rollout in placed.items()}
-        lengths = {row: (len(rollout.tokens),) for row, rollout in placed.items()}
-        if lengths == {row: value.shape for row, value in values.items()}:
+        if name.startswith(TOKEN_FACT):
+            for row, rollout in placed.items():
+                if values[row].shape != (length := len(rollout.tokens),):
+                    raise ValueError(
+                        f"the fact {name!r} of group {rollout.group_id} sample {rollout.sample} "
+                        f"has shape {values[row].shape}; allowed: ({length},), one for each token"
+                    )
             values = {r: np.pad(value, (0, tokens - len(value))) for r, value in values.items()}
         shapes = {value.shape for value in values.values()}
         if len(shapes) > 1:

@@ -142,7 +142,13 @@ class Step:
         return self._compiled
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run one take."""
+        """Run one take. One without a rollout changes nothing but the count of takes: it carries no
+        facts, and without their shapes there is nothing to compile.
+        """
+        if set(self.algorithm.needs) - set(batch.facts):
+            updates = self.plan(batch.valid.shape[0]).updates
+            passed = dataclasses.replace(state, step=_next(state.step))
+            return passed, {name: jnp.float32(x) for name, x in nothing_taken(updates).items()}
         return self.jitted(state)(state, batch)
 
     def plan(self, rollouts: int) -> Plan:
@@ -247,6 +253,16 @@ def follow(role: Role, student: Role, made: Array) -> Role:
     return dataclasses.replace(
         role, params={name: move(x, student.all[name]) for name, x in role.params.items()}
     )
+
+
+_next = jax.jit(lambda step: step + 1)
+
+
+def nothing_taken(updates: int) -> dict[str, float]:
+    """Metrics of a take without a rollout: what everybody reads, and all updates skipped."""
+    zero = ("loss/total", "reward/mean", "batch/valid_rollouts", "batch/action_tokens")
+    skipped = {"optim/updates": 0, "optim/skipped": updates, "batch/empty": updates}
+    return dict.fromkeys(zero, 0) | skipped
 
 
 def report_metrics(reports: Report) -> Metrics:

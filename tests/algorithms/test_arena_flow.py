@@ -4,14 +4,12 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.algorithms.contract import load
 from jaxrl.tasks.arena import hold
 from jaxrl.tasks.judged import ScriptedJudge
-from jaxrl.train.collate import collate
 from tests.algorithms.batches import batch_of, credited, differences, logps, narrow, update
 from tests.papers import arena_flow as paper
 
@@ -168,21 +166,6 @@ def test_dynamic_sampling_refuses_groups_in_which_all_are_level():
     rewards = np.zeros(4)  # the verifier has no say
     assert not make().keep(rewards, level) and make().keep(rewards, told)
     assert make(dynamic_sampling=False).keep(rewards, level)
-
-
-def test_a_take_without_a_rollout_has_no_facts_and_no_gradient():
-    algorithm = make()
-    batch, _ = collate(
-        [],
-        token_buckets=(8,),
-        groups_per_step=1,
-        rollouts_per_group=4,
-        minibatches=1,
-        needs=algorithm.needs,
-        algorithm="arena_flow",
-    )
-    credit = algorithm.credit(jax.tree.map(jnp.asarray, batch), {})
-    assert not credit.weight.any() and not credit.advantage.any()
 
 
 @pytest.mark.parametrize("value", [-0.1, math.inf])

@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -55,9 +54,9 @@ def graded(batch, **facts):
         "grade": rng.choice([0.2, 0.5, 0.85, 1.0], n),
         "exploit": rng.random(n) < 0.15,
         "graded": rng.random(n) < 0.9,
-        "flagged": rng.random(batch.tokens.shape) < 0.3,
+        "token_flagged": rng.random(batch.tokens.shape) < 0.3,
     }
-    kinds = {"grade": float, "exploit": int, "graded": int, "flagged": int}
+    kinds = {"grade": float, "exploit": int, "graded": int, "token_flagged": int}
     known = {name: np.asarray(facts.get(name, x), kinds[name]) for name, x in drawn.items()}
     reward = (rng.random(n) < 0.7) if reward is None else reward
     return dataclasses.replace(batch, reward=np.asarray(reward, float), facts=known)
@@ -68,7 +67,7 @@ def one_group(reward, lengths=None, **facts):
     fill it up to one size for all tests, so that they share what is compiled.
     """
     spare = 8 - len(reward)
-    known = {"grade": 1.0, "exploit": 0, "graded": 1, "flagged": np.zeros(10)}
+    known = {"grade": 1.0, "exploit": 0, "graded": 1, "token_flagged": np.zeros(10)}
     for name, fill in known.items():
         given = facts.get(name, [fill] * len(reward))
         known[name] = np.asarray([*given, *[fill] * spare])
@@ -249,7 +248,7 @@ def test_bounds_for_good_rollouts_do_not_touch_bad_ones(name):
 def test_segments_conserve_what_both_signs_weigh():
     flagged = np.zeros((4, 10))
     flagged[:, 2] = 1  # the first action token of each
-    batch = one_group([1, 1, 0, 0], [4, 5, 4, 6], flagged=flagged)
+    batch = one_group([1, 1, 0, 0], [4, 5, 4, 6], token_flagged=flagged)
     plain = credit_of(batch)
     scaled = credit_of(batch, segments=SEGMENTS | {"use": True})
     np.testing.assert_array_equal(np.sign(scaled.advantage[2:]), np.sign(plain.advantage[2:]))
@@ -262,7 +261,7 @@ def test_segments_conserve_what_both_signs_weigh():
 
 def test_facts_are_asked_for_as_they_are_used():
     assert make().needs == ("grade", "exploit", "graded")
-    assert make(segments=SEGMENTS | {"use": True}).needs[-1] == "flagged"
+    assert make(segments=SEGMENTS | {"use": True}).needs[-1] == "token_flagged"
 
 
 def told(**facts):
@@ -320,21 +319,6 @@ def test_one_take_through_the_whole_step_moves_towards_the_better_pass():
     move = np.outer(x, pull - p * pull.sum())  # along r A grad log p, in the head
     got = jax.device_get(after.roles["student"].all)["head"] - before["head"]
     np.testing.assert_allclose(got, move, rtol=1e-5, atol=1e-6)
-
-
-def test_a_take_without_a_rollout_has_no_facts_and_no_gradient():
-    algorithm = make()
-    batch, _ = collate(
-        [],
-        token_buckets=(8,),
-        groups_per_step=1,
-        rollouts_per_group=4,
-        minibatches=1,
-        needs=algorithm.needs,
-        algorithm="mimo",
-    )
-    credit = algorithm.credit(jax.tree.map(jnp.asarray, batch), {})
-    assert not credit.weight.any() and not credit.advantage.any()
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def advantages(reward, length, facts, group, counted, acted, p):
         each = redistribution(quality, passed, group, counted, p["cap"])
     tokens = [[a if acts else 0.0 for acts in row] for a, row in zip(each, acted, strict=True)]
     if p["segments"]["use"]:
-        tokens = segments(tokens, facts["flagged"], group, acted, p["segments"])
+        tokens = segments(tokens, facts["token_flagged"], group, acted, p["segments"])
     return tokens
 
 

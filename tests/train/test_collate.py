@@ -199,25 +199,31 @@ def test_whole_records_move():
 
 
 def test_needed_facts_are_carried():
-    first = {"grade": 0.5, "teacher_logp": np.array([0, -1, -2], np.float32)}
-    second = {"grade": 1.0, "teacher_logp": np.array([0, -3], np.float32), "unasked": "text"}
+    first = {"grade": 0.5, "token_teacher": np.array([0, -1, -2], np.float32)}
+    second = {"grade": 1.0, "token_teacher": np.array([0, -3], np.float32), "unasked": "text"}
     asked = two(
         rollout(7, 0, [1], [2, 3], 1.0, facts=first), rollout(7, 1, [1], [2], 1.0, facts=second)
     )
-    batch, _ = collated(asked, needs=("grade", "teacher_logp"))
+    batch, _ = collated(asked, needs=("grade", "token_teacher"))
     np.testing.assert_array_equal(batch.facts["grade"], np.array([0.5, 1], np.float32))
-    np.testing.assert_array_equal(batch.facts["teacher_logp"], [[0, -1, -2, 0], [0, -3, 0, 0]])
-    assert set(batch.facts) == {"grade", "teacher_logp"}
+    np.testing.assert_array_equal(batch.facts["token_teacher"], [[0, -1, -2, 0], [0, -3, 0, 0]])
+    assert set(batch.facts) == {"grade", "token_teacher"}
 
 
-def test_a_vector_is_not_taken_for_tokens_because_one_rollout_is_as_long():
-    """Three named steps, and a rollout of three tokens beside one of two."""
+def test_a_vector_is_not_taken_for_tokens_because_rollouts_are_as_long():
+    """Three named steps, and rollouts of three tokens."""
     first, second = {"named": [1, 0, 2]}, {"named": np.array([0, 0, 5])}
     asked = two(
-        rollout(7, 0, [1], [2, 3], 1.0, facts=first), rollout(7, 1, [1], [2], 1.0, facts=second)
+        rollout(7, 0, [1], [2, 3], 1.0, facts=first), rollout(7, 1, [1], [4, 2], 1.0, facts=second)
     )
     batch, _ = collated(asked, needs=("named",))
     np.testing.assert_array_equal(batch.facts["named"], [[1, 0, 2], [0, 0, 5]])
+
+
+def test_a_token_fact_of_another_length_is_named():
+    asked = two(*(rollout(7, i, [1], [2], 1.0, facts={"token_flag": [1, 0, 1]}) for i in range(2)))
+    with pytest.raises(ValueError, match=r"'token_flag' of group 7 sample 0 has shape \(3,\)"):
+        collated(asked, needs=("token_flag",))
 
 
 @pytest.mark.parametrize("fact", ["7", None, ["a", "b"]])
