@@ -62,12 +62,17 @@ def _outcome(mark: Mark | str, reward: str, known: Mapping[str, Any]) -> Outcome
         return Outcome(None, {}, False, Failure.DATA, {**known, "error": mark}, "")
     return Outcome(
         reward=float(mark.correct) if reward == "exact" else float(mark.score),
-        reward_components=dict(mark.components),
+        reward_components={name: _plain(part) for name, part in mark.components.items()},
         correct=bool(mark.correct),
         failure=Failure.NONE,
-        facts={**known, **mark.facts},
+        facts={**known, **{name: _plain(fact) for name, fact in mark.facts.items()}},
         feedback=mark.feedback,
     )
+
+
+def _plain(fact: Any) -> Any:
+    """A numpy number as Python's; anything else as it is."""
+    return fact.item() if isinstance(fact, np.generic) else fact
 
 
 def _flaw(mark: Mark) -> str:
@@ -80,7 +85,7 @@ def _flaw(mark: Mark) -> str:
                 return f"the verifier's {name!r} is {fact.dtype}{list(fact.shape)}, not a column"
             continue
         try:
-            json.dumps(fact, allow_nan=False)
+            json.dumps(_plain(fact), allow_nan=False)
         except (TypeError, ValueError) as error:
             return f"the verifier's {name!r} cannot be recorded: {error}"
     return ""

@@ -452,11 +452,15 @@ class LocalPool:
     def _annotated(self, members: Sequence[Rollout]) -> Sequence[Rollout]:
         if self._annotate is None:
             return members
-        added = self._annotate(members)
-        return [
-            dataclasses.replace(member, facts={**member.facts, **facts})
-            for member, facts in zip(members, added, strict=True)
-        ]
+        annotate = self._annotate
+
+        def annotated() -> list[Rollout]:
+            return [
+                dataclasses.replace(member, facts={**member.facts, **facts})
+                for member, facts in zip(members, annotate(members), strict=True)
+            ]
+
+        return within(self._watchdog_s, annotated, f"annotation of group {members[0].group_id}")
 
     # -- surroundings
 

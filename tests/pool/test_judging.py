@@ -153,6 +153,19 @@ class Answers(Sums):
         )
 
 
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    facts = {"rank": np.int64(3), "grade": np.float32(0.5), "won": np.bool_(True)}
+    judge = scored(1.0, 0.0, facts=facts)
+    (group,), _ = local_pool(Scripted(), Roles(1, judge), record_dir=tmp_path).take(1, step=0)
+    (path,) = tmp_path.iterdir()
+    for rollout in (*group.rollouts, *spool.read(path)):
+        assert {name: rollout.facts[name] for name in facts} == {
+            "rank": 3,
+            "grade": 0.5,
+            "won": True,
+        }
+
+
 def test_feedback_follows_the_response_as_tokens_that_nobody_sampled():
     pool = local_pool(Scripted(lambda r: "9"), Answers(1), max_feedback_tokens=8)
     (group,), manifest = pool.take(1, step=0)
@@ -219,7 +232,7 @@ def with_scores(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     """What only a trainer can add: a number for each token, and one for the group."""
     assert len({rollout.group_id for rollout in rollouts}) == 1
     return [
-        {"teacher_logp": -np.arange(len(r.tokens), dtype=np.float32), "size": len(rollouts)}
+        {"token_scores": -np.arange(len(r.tokens), dtype=np.float32), "size": len(rollouts)}
         for r in rollouts
     ]
 
@@ -236,13 +249,13 @@ def test_annotations_are_facts_and_reach_the_batch(tmp_path):
         groups_per_step=2,
         rollouts_per_group=2,
         minibatches=1,
-        needs=("teacher_logp", "size", "off", "grade"),
+        needs=("token_scores", "size", "off", "grade"),
         algorithm="toy",
     )
     for row, rollout in enumerate(r for group in groups for r in group.rollouts):
         length = len(rollout.tokens)
-        np.testing.assert_array_equal(batch.facts["teacher_logp"][row, :length], -np.arange(length))
-        assert not batch.facts["teacher_logp"][row, length:].any()
+        np.testing.assert_array_equal(batch.facts["token_scores"][row, :length], -np.arange(length))
+        assert not batch.facts["token_scores"][row, length:].any()
         np.testing.assert_array_equal(batch.facts["off"][row], rollout.facts["off"])
     assert batch.facts["size"].tolist() == [2] * 4 and batch.facts["grade"].tolist() == [0.5] * 4
     (path,) = tmp_path.iterdir()
@@ -264,3 +277,16 @@ def test_only_groups_that_are_handed_over_are_annotated():
     )
     groups, _ = pool.take(3, step=0)
     assert seen == [group.id for group in groups] and len(seen) == 3
+
+
+@pytest.mark.parametrize("faulty", ["raises", "too few"])
+def test_an_annotation_that_fails_ends_the_run_with_its_cause(faulty):
+    def fails(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+        if faulty == "raises":
+            raise RuntimeError("the teacher is out of memory")
+        return [{}]
+
+    pool = local_pool(Scripted(answer_of), Answers(2), annotate=fails)
+    words = "the teacher is out of memory" if faulty == "raises" else "ValueError: zip"
+    with pytest.raises(PoolError, match=f"annotation of group 0 failed: .*{words}"):
+        pool.take(1, step=0)
