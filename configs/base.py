@@ -94,7 +94,7 @@ def get_config(variant: str = "") -> ConfigDict:
     )
     pool.max_feedback_tokens = 0  # of what the environment answers; 0: it is not kept
     pool.record = True  # keep the rollouts on disk
-    pool.tokenizer = "sentencepiece"  # trained on the task's text
+    pool.tokenizer = "sentencepiece"  # of the task's text; or "characters", "character_pairs"
     pool.tokenizer_vocab_size = 64
     pool.watchdog_s = 600.0  # seconds that one call (generate, verify, load) may last
 

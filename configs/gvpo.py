@@ -21,7 +21,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "anchor": "frozen",  # frozen: the weights at the phase's start | start: at the take's
             "unit_grad": True,  # divide by beta, so that beta does not also scale the step
             "coupling": "written",  # written: whole groups in a micro-batch | weights: detached
-            "keep_truncated": False,
+            "keep_truncated": variant == "tiny",  # whose first weights seldom stop by themselves
             "strata": False,  # groups hold fixed numbers of rollouts of several policies
         }
     )

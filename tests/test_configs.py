@@ -116,4 +116,8 @@ def test_it_takes_its_steps_as_tiny(name, tmp_path):
     run = launch(f"configs/{name}.py:tiny", tmp_path)
     assert run.returncode == 0, run.stderr[-4000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == settings.phases(build(name, "tiny"))[-1].last_step
+    phase = settings.phases(build(name, "tiny"))[-1]
+    assert summary["steps"] == phase.last_step
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    updates = [line["optim/updates"] for line in lines if "optim/updates" in line]
+    assert sum(updates[phase.first_step :]) > 0, "its own phase changed nothing"

@@ -18,6 +18,7 @@ from configs import base
 from jaxrl.algorithms import contract
 from jaxrl.mesh import make_mesh
 from jaxrl.model.policy import Policy
+from jaxrl.model.pretrained import write_weights
 from jaxrl.train import accumulate, loop, roles, rounds, settings
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.collate import collate
@@ -87,9 +88,11 @@ def batch_and_models(phases: list[Phase], phase: Phase, desk: Any) -> tuple[Part
     """One take of the phase's pool, sampled by first weights, and every model that it reads."""
     parts = parts_of(phases, desk)
     root = epath.Path(desk[0]) / phase.algorithm["name"]
-    teacher = None
-    if rounds.needs_teacher(phase):  # any other model does: the test is of the method
-        teacher = parts.policy.form_of(roles.TEACHER).init(jax.random.key(1))
+    # Any other model does as a teacher: the test is of the method.
+    teacher = parts.policy.form_of(roles.TEACHER).init(jax.random.key(1))
+    if phase.scorers.teacher.weights:
+        path = rounds.stored(phase.scorers.teacher.weights, root)
+        write_weights(path, teacher, epoch=0, step=0)
     student = parts.policy.init(jax.random.key(0))
     state = rounds.fresh(phase, parts.policy, student, teacher)
     root.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from jaxrl.batch import Batch
 from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
+from jaxrl.pool.characters import CharacterTokenizer
 from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
 from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
@@ -56,6 +57,9 @@ class Compilation:
 COMPILATION = Compilation()
 
 
+Reader = SentencePieceTokenizer | CharacterTokenizer
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """What does the work, the same in all phases of a run."""
@@ -64,7 +68,7 @@ class Parts:
     policy: Policy
     sampler: Sampler
     source: TaskSource
-    tokenizer: SentencePieceTokenizer
+    tokenizer: Reader
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,17 +18,21 @@ from jaxrl.model.policy import Policy
 from jaxrl.model.pretrained import check_weights, read_weights, write_weights
 from jaxrl.model.sampler import Sampler
 from jaxrl.pool import filtering, recorded
-from jaxrl.pool.contract import RolloutPool
+from jaxrl.pool.characters import WIDTHS, train_characters
+from jaxrl.pool.contract import Annotate, RolloutPool
 from jaxrl.pool.local import LocalPool
 from jaxrl.pool.recorded import NoRecords, RecordedPool
+from jaxrl.pool.rollout import Rollout
 from jaxrl.pool.shards import of_shard
-from jaxrl.pool.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from jaxrl.pool.tokenizer import train_sentencepiece
+from jaxrl.tasks.contract import TaskSource
 from jaxrl.train import curriculum, loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
-from jaxrl.train.loop import Books, Parts
+from jaxrl.train.loop import Books, Parts, Reader
 from jaxrl.train.metrics import Logger, Progress
 from jaxrl.train.settings import STARTS, Phase
 from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
+from jaxrl.train.text_teacher import annotator
 from jaxrl.train.workdir import Workdir
 
 # May differ between a run and its continuation: nothing that was trained depends on them.
@@ -35,7 +40,7 @@ FREE_SECTIONS = ("mesh", "eval", "checkpoint", "log")
 FREE_POOL_FIELDS = ("local_dir", "watchdog_s", "record")
 
 
-def identity(phases: list[Phase], tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+def identity(phases: list[Phase], tokenizer: Reader) -> dict[str, Any]:
     """What a continuation must share with the run that it continues. The last phase may grow."""
     record: dict[str, Any] = {"tokenizer": tokenizer.digest}
     for phase in phases:
@@ -70,10 +75,7 @@ def assemble(phases: list[Phase], root: epath.Path) -> Parts:
         held_out_prompts=task.held_out_prompts,
         held_out_fraction=task.held_out_fraction,
     )
-    texts = [text for one in source.tasks("train") for text in (one.prompt, one.answer)]
-    tokenizer = train_sentencepiece(
-        texts, phase.pool.tokenizer_vocab_size, folder / "tokenizer.model"
-    )
+    tokenizer = read_by(phase.pool.tokenizer, source, phase, folder)
     if tokenizer.vocab_size > phase.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={phase.model.vocab_size}; allowed: >= {tokenizer.vocab_size}, "
@@ -90,6 +92,15 @@ def assemble(phases: list[Phase], root: epath.Path) -> Parts:
         max_new_tokens=phase.sampler.max_new_tokens,
     )
     return Parts(devices, student, sampler, source, tokenizer)
+
+
+def read_by(name: str, source: TaskSource, phase: Phase, folder: epath.Path) -> Reader:
+    """The tokenizer of a name of the config, made from the text of the train split."""
+    texts = [text for one in source.tasks("train") for text in (one.prompt, one.answer)]
+    if name in WIDTHS:
+        return train_characters(texts, WIDTHS[name])
+    size = phase.pool.tokenizer_vocab_size
+    return train_sentencepiece(texts, size, folder / "tokenizer.model")
 
 
 def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: Any) -> TrainState:
@@ -204,6 +215,46 @@ def survived(phase: Phase, books: Books, folder: epath.Path, run_id: str) -> int
     return counts["kept"]
 
 
+def text_teacher(phase: Phase, parts: Parts, root: epath.Path) -> Annotate | None:
+    """What a teacher of another tokenizer says of the responses' text, if an algorithm asks for
+    it. ValueError naming the field that does not fit.
+    """
+    if "teacher_logp" not in algorithms.load(**phase.algorithm).needs:
+        return None
+    teacher = phase.scorers.teacher
+    other = parts.tokenizer
+    if teacher.tokenizer:
+        other = read_by(teacher.tokenizer, parts.source, phase, pool_folder(phase, root))
+    if other.vocab_size > teacher.model.vocab_size:
+        raise ValueError(
+            f"scorers.teacher.model.vocab_size={teacher.model.vocab_size}; allowed: >= "
+            f"{other.vocab_size}, of scorers.teacher.tokenizer={teacher.tokenizer!r}"
+        )
+    if not teacher.weights:
+        raise ValueError(
+            f"phases.{phase.name}: scorers.teacher.weights=''; algorithm "
+            f"{phase.algorithm['name']!r} asks a teacher; allowed: an earlier phase, or a "
+            "directory of weights"
+        )
+    form = policy.build(teacher.model, parts.mesh, parts.policy.rules)
+    params, _ = read_weights(stored(teacher.weights, root), form.shardings, shapes=form.shapes)
+    return annotator(form, params, own=parts.tokenizer, other=other)
+
+
+def together(annotations: list[Annotate]) -> Annotate | None:
+    """The facts of all of them; None of none."""
+    if not annotations:
+        return None
+
+    def annotate(rollouts: Sequence[Rollout]) -> list[Mapping[str, Any]]:
+        told = [one(rollouts) for one in annotations]
+        return [
+            {k: v for facts in each for k, v in facts.items()} for each in zip(*told, strict=True)
+        ]
+
+    return annotate
+
+
 def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
     """The pool that a phase asks for. Its records name the run by what makes it this run."""
     folder = pool_folder(phase, books.workdir.root)
@@ -237,6 +288,8 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
     shard = (phase.pool.shard, phase.pool.shards)
     tasks = of_shard(parts.source.tasks("train"), shard)
     moving = curriculum.build(phase.train.curriculum, tasks, algorithm)
+    teacher = text_teacher(phase, parts, books.workdir.root)
+    annotations = ([moving.annotate] if moving else []) + ([teacher] if teacher else [])
     pool = LocalPool(
         parts.sampler,
         parts.tokenizer,
@@ -249,7 +302,7 @@ def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
         max_new_tokens=phase.sampler.max_new_tokens,
         max_prompt_tokens=max(phase.sampler.prompt_buckets),
         keep=algorithm.keep,
-        annotate=moving.annotate if moving else None,
+        annotate=together(annotations),
         max_refills=phase.pool.max_refills,
         max_feedback_tokens=phase.pool.max_feedback_tokens,
         reward=phase.task.reward,

@@ -12,12 +12,15 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from jaxrl.model.transformer import ModelConfig
+from jaxrl.pool.characters import WIDTHS
 from jaxrl.train import views
 from jaxrl.train.curriculum import CurriculumConfig
 from jaxrl.train.optimizer import OptimizerConfig
 
 # Words of train.start that name no phase: go on with what is there, and begin anew.
 STARTS = ("", "fresh")
+
+TOKENIZERS = ("sentencepiece", *WIDTHS)  # made from the task's text
 
 # A phase trains the same weights on the same questions on the same devices as the others.
 SHARED = ("seed", "model", "mesh", "task")
@@ -89,7 +92,7 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         _one_of("pool", self, "kind", ("local", "recorded"))
-        _one_of("pool", self, "tokenizer", ("sentencepiece",))
+        _one_of("pool", self, "tokenizer", TOKENIZERS)
         _positive("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
         _positive(
             "pool", self, "demonstrations", "epochs", "publish_every_steps", "max_refills", least=0
@@ -169,6 +172,9 @@ class TeacherConfig:
     tokenizer: str
     model: ModelConfig
     optimizer: OptimizerConfig
+
+    def __post_init__(self) -> None:
+        _one_of("scorers.teacher", self, "tokenizer", ("", *TOKENIZERS))
 
 
 @dataclasses.dataclass(frozen=True)

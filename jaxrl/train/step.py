@@ -14,6 +14,7 @@ advances either way.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,7 +149,7 @@ class Step:
         if set(self.algorithm.needs) - set(batch.facts):
             updates = self.plan(batch.valid.shape[0]).updates
             passed = dataclasses.replace(state, step=_next(state.step))
-            return passed, {name: jnp.float32(x) for name, x in nothing_taken(updates).items()}
+            return passed, nothing_taken(updates)
         return self.jitted(state)(state, batch)
 
     def plan(self, rollouts: int) -> Plan:
@@ -258,11 +259,12 @@ def follow(role: Role, student: Role, made: Array) -> Role:
 _next = jax.jit(lambda step: step + 1)
 
 
-def nothing_taken(updates: int) -> dict[str, float]:
+@functools.partial(jax.jit, static_argnums=0)
+def nothing_taken(updates: int) -> Metrics:
     """Metrics of a take without a rollout: what everybody reads, and all updates skipped."""
     zero = ("loss/total", "reward/mean", "batch/valid_rollouts", "batch/action_tokens")
-    skipped = {"optim/updates": 0, "optim/skipped": updates, "batch/empty": updates}
-    return dict.fromkeys(zero, 0) | skipped
+    counts = {"optim/updates": 0, "optim/skipped": updates, "batch/empty": updates}
+    return {name: jnp.float32(x) for name, x in {**dict.fromkeys(zero, 0), **counts}.items()}
 
 
 def report_metrics(reports: Report) -> Metrics:

@@ -300,25 +300,6 @@ def test_a_skipped_step_changes_nothing_and_is_counted(grpo_step, trouble):
     assert metrics["batch/empty"] == (0 if "rewards" in trouble else 2)
 
 
-def test_a_take_without_a_rollout_has_no_facts_and_is_passed_over():
-    """Whoever needs facts is not asked: nobody knows their shapes, nothing is compiled for them."""
-    algorithm, tx = Charge("token_mean"), optax.sgd(0.1)
-    step = step_of(algorithm, tx, micro=4, size=2, minibatches=2)
-    state = state_of(algorithm, tx)
-    before = jax.device_get(state)
-    batch = jax.device_put(batch_of([], step_groups=4, size=2, minibatches=2))
-    with jax.transfer_guard("disallow"):
-        state, metrics = step(state, batch)
-    assert step.trace_count == 0
-    assert_same(jax.device_get(state.roles), before.roles)
-    assert int(state.step) == int(before.step) + 1
-    counted = {name: float(metrics[name]) for name in ("optim/skipped", "batch/empty")}
-    assert counted == {"optim/skipped": 2, "batch/empty": 2}
-    assert metrics["optim/updates"] == metrics["batch/action_tokens"] == 0
-    assert metrics["optim/frac_params_unchanged"] == 1
-    assert all(np.isfinite(x) for x in metrics.values())
-
-
 def test_one_bad_update_does_not_stop_the_other(grpo_step):
     algorithm, step = grpo_step
     batch = batch_of(random_groups(3, 4, 2), step_groups=4, size=2, minibatches=2)

@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl.algorithms.contract import everyone, load, names
 from jaxrl.pool.rollout import ACTION, FEEDBACK, PROMPT
-from tests.train.test_step import GRPO, run, trained
-from tests.train.toy import Bigram, batch_of, group, rollout
+from tests.train.test_step import GRPO, assert_same, run, trained
+from tests.train.toy import Bigram, batch_of, group, rollout, state_of, step_of
 
 
 def tiny(name):
@@ -83,3 +83,20 @@ def test_what_was_rewarded_becomes_more_likely(name):
     assert gain(right) > 1e-3
     if name != "sft":
         assert gain(wrong) < -1e-3
+
+
+def test_a_take_without_a_rollout_has_no_facts_and_is_passed_over():
+    """Whoever needs facts is not asked: nobody knows their shapes, nothing is compiled for them."""
+    algorithm = load("gvpo_distill", alpha=0.5, coupling="written", keep_truncated=False)
+    tx = optax.sgd(0.1)
+    step = step_of(algorithm, tx, micro=4, size=2, minibatches=2)
+    state = state_of(algorithm, tx)
+    before = jax.device_get(state)
+    batch = jax.device_put(batch_of([], step_groups=4, size=2, minibatches=2))
+    with jax.transfer_guard("disallow"):
+        state, metrics = step(state, batch)
+    assert step.trace_count == 0
+    assert_same(jax.device_get(state.roles), before.roles)
+    assert int(state.step) == int(before.step) + 1
+    assert float(metrics["optim/skipped"]) == float(metrics["batch/empty"]) == 2
+    assert float(metrics["optim/updates"]) == float(metrics["batch/action_tokens"]) == 0
