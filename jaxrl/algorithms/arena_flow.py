@@ -92,5 +92,8 @@ class Algorithm:
         return token_loss, diagnostics | {"entropy": observed["entropy"]}
 
     def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
-        """With dynamic sampling: whether the tournament told anybody from another."""
-        return not self.dynamic_sampling or bool(np.ptp(np.asarray(facts["points"], float)) > 0)
+        """With dynamic sampling: whether the tournament told anybody from another, of those that
+        may be trained: rollouts without a reward are not.
+        """
+        points = np.asarray(facts["points"], float)[np.isfinite(rewards)]
+        return not self.dynamic_sampling or (points.size > 0 and bool(np.ptp(points) > 0))

@@ -168,12 +168,17 @@ class Algorithm:
         return accompanied(batch.facts["behaviour"], batch.group, usable) > 0
 
     def _terms(self, logp: Array, batch: Batch, observed: Reading) -> tuple[Array, ...]:
-        """What the kernels of variance.py take, with log-probs summed over each response."""
-        rollouts = batch.valid.shape[0]
-        acted, anchor_logp = batch.acted, self._anchor_logp(observed)
+        """What the kernels of variance.py take, with log-probs summed over each response.
+
+        Those over the anchor's, token by token: two sums over a long response are large, alike, and
+        rounded apart by more than what they differ by.
+        """
+        anchor_logp = jax.lax.stop_gradient(self._anchor_logp(observed))
+        gap, rollouts = logp - anchor_logp, batch.valid.shape[0]
+        total = rollout_sum(gap, batch.rollout, batch.acted, rollouts=rollouts)
         return (
-            rollout_sum(logp, batch.rollout, acted, rollouts=rollouts),
-            rollout_sum(anchor_logp, batch.rollout, acted, rollouts=rollouts),
+            total,
+            jnp.zeros_like(total),
             batch.reward,
             *((batch.facts["behaviour"],) if self.strata else ()),
             batch.group,

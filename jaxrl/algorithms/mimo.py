@@ -1,17 +1,18 @@
 """MiMo-V2.6's credit: passes are worth what a grader says, failures stay failures.
 
 An exploit that the grader confirmed is a failure before any statistic. With f_i in (0, 1] the
-quality of a pass, times 1 - its length penalty:
+quality of a pass and b_i = 1 - its length penalty:
 
-    grading = "product"         R_i = pass_i f_i (offline rubrics), A = R - mean
-    grading = "redistribution"  A of binary rewards, the passes' share handed out by f (online)
+    grading = "product"         R_i = pass_i f_i b_i (offline rubrics), A = R - mean
+    grading = "redistribution"  A of binary rewards, the passes' share handed out by f b (online)
     loss = -mean over prompts of  sum_{i,t} sg(r) A logp / sum_i L_i,  r = policy / sampler
 
 without a standard deviation; a token with r outside of the band of A's sign is dropped and still
 counted. One grading for a run: a rollout never meets both. Source: equations 1 to 5 of MiMo-V2.6's
 report, as notes on it tell. Departs: the band stays where it is set (there it follows the entropy,
 by a rule that is not published); the length penalty multiplies what a pass is worth, which for f =
-1 is the report's subtraction, so that redistribution turns no sign whatever the lengths.
+1 is the report's subtraction, so that redistribution turns no sign whatever the lengths. A product
+whose grades hardly differ falls back to pass_i b_i: a length is measured, no opinion with noise.
 """
 
 import dataclasses
@@ -128,12 +129,12 @@ class Algorithm:
         who = (passed, batch.group, batch.valid)
         quality = grades.usable_quality(facts["grade"], facts["graded"] > 0, *who)
         length = rollout_sum(acted, rollout, acted, rollouts=batch.valid.shape[0])
-        quality *= 1 - grades.length_penalty(length, *who, **vars(self.length))
+        brevity = 1 - grades.length_penalty(length, *who, **vars(self.length))
         if self.grading == "product":
             reward = grades.quality_product(quality, *who, least_spread=self.least_spread)
-            advantage = group_center(reward, batch.group, batch.valid)
+            advantage = group_center(reward * brevity, batch.group, batch.valid)
         else:
-            advantage = grades.redistributed(quality, *who, cap=self.cap)
+            advantage = grades.redistributed(quality * brevity, *who, cap=self.cap)
         advantage = over_tokens(advantage, rollout, acted)
         if self.segments.use:
             numbers = {name: x for name, x in vars(self.segments).items() if name != "use"}
@@ -161,11 +162,13 @@ class Algorithm:
 
     def keep(self, rewards: np.ndarray, facts: Mapping[str, Any]) -> bool:
         """With dynamic sampling: some passed and some did not, exploits being no passes; under the
-        product, passes of different quality do as well.
+        product, passes of different quality do as well. Rollouts without a reward are neither.
         """
-        passed = (rewards >= 1) & (np.asarray(facts["exploit"]) == 0)
+        usable = np.isfinite(rewards)
+        passed = usable & (rewards >= 1) & (np.asarray(facts["exploit"]) == 0)
         quality = np.asarray(facts["grade"], float)[passed]
         graded = bool(passed.any() and np.asarray(facts["graded"])[passed].all())
         spread = float(quality.std()) if graded and self.grading == "product" else 0.0
-        told = bool(passed.any() and not passed.all()) or spread > max(self.least_spread, 1e-6)
+        mixed = bool(passed.any() and not passed[usable].all())
+        told = mixed or spread > max(self.least_spread, 1e-6)
         return told or not self.dynamic_sampling

@@ -200,7 +200,9 @@ def _facts(
             )
         if values:
             example = next(iter(values.values()))
-            facts[name] = np.zeros((rows, *example.shape), example.dtype)
+            dtype = np.result_type(*values.values())  # a grade of 1 stands beside one of 0.5
+            wide = np.float32 if dtype.kind == "f" else np.int32
+            facts[name] = np.zeros((rows, *example.shape), wide)
             for row, value in values.items():
                 facts[name][row] = value
     return facts

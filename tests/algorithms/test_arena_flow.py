@@ -166,6 +166,10 @@ def test_dynamic_sampling_refuses_groups_in_which_all_are_level():
     rewards = np.zeros(4)  # the verifier has no say
     assert not make().keep(rewards, level) and make().keep(rewards, told)
     assert make(dynamic_sampling=False).keep(rewards, level)
+    rewards[3] = np.nan  # has no place in the ranking of those that are trained
+    assert not make().keep(rewards, {"points": [-1.0, -1.0, -1.0, -3.0]})
+    assert make().keep(rewards, {"points": [-1.0, 0.0, -1.0, None]})
+    assert not make().keep(np.full(4, np.nan), told)
 
 
 @pytest.mark.parametrize("value", [-0.1, math.inf])

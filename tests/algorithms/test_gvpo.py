@@ -15,6 +15,7 @@ from tests.algorithms.batches import (
     cut,
     differences,
     logps,
+    narrow,
     ragged,
     update,
 )
@@ -118,6 +119,26 @@ def test_strata_equal_the_oracle(coupling):
     assert np.abs(slope).max() > 1e-3
     if coupling == "written":
         np.testing.assert_allclose(value, oracle(logp), rtol=1e-6)
+
+
+def test_a_long_response_is_told_from_its_anchor_in_float32():
+    """Case: l and l' of thousands of tokens, rounded before they are subtracted."""
+    rng, length = np.random.default_rng(0), 4096
+    batch = batch_of([length] * 4, [0.0] * 4, [4] * 4)
+    anchor = -rng.exponential(0.6, batch.tokens.shape)
+    logp = anchor + rng.normal(0, 0.003, anchor.shape)
+    logp, anchor = logp.astype(np.float32), anchor.astype(np.float32)
+    gap = (logp.astype(np.float64) - anchor)[:, 2 : 2 + length].sum(-1)
+    algorithm = make(beta=1.0)
+    with jax.enable_x64(False):
+        taken, reading, observed = jax.tree.map(
+            jnp.asarray,
+            narrow(
+                (batch, {"logp": logp, "entropy": logp}, {"reference/plain": anchor}), "float32"
+            ),
+        )
+        told = algorithm.loss(reading, taken, observed, algorithm.credit(taken, observed))[1]
+    np.testing.assert_allclose(told["implicit_reward"], gap - gap.mean(), atol=1e-6)
 
 
 def test_strata_of_one_policy_are_the_plain_form_and_two_are_not():

@@ -216,6 +216,15 @@ def test_the_length_penalty_is_the_reports_for_a_full_mark():
     np.testing.assert_allclose(got, np.array([1, 1, 0.8, 0]) - 0.7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("grade", [1.0, 0.93])
+def test_a_small_length_penalty_is_not_taken_for_the_graders_noise(grade):
+    # one pass of eight loses .1: a std of .033, below the floor of the rubrics' product
+    batch = one_group([1, 1, 1, 1, 1, 1, 1, 0], [2] * 6 + [8, 8], grade=[grade] * 8)
+    got = advantage_of(batch, grading="product", length=LENGTH | {"penalty": 0.1})
+    reward = np.array([1, 1, 1, 1, 1, 1, 0.9, 0])
+    np.testing.assert_allclose(got, reward - reward.mean(), rtol=1e-6)
+
+
 def test_each_prompt_has_the_same_weight_whatever_its_lengths():
     weight = np.asarray(credit_of(mixed()).weight).sum(-1)  # of tokens 10; 5, 9
     np.testing.assert_allclose(
@@ -282,6 +291,16 @@ def test_dynamic_sampling_refuses_groups_without_an_advantage(grading):
     lacking = told(grade=[1.0, 0.5, 0.2], graded=[1, 0, 1])
     assert not algorithm.keep(*lacking)
     assert make(grading=grading, dynamic_sampling=False).keep(rewards, facts)
+
+
+@pytest.mark.parametrize("grading", ["product", "redistribution"])
+def test_a_rollout_without_a_reward_is_no_failure_that_keeps_a_group(grading):
+    rewards, facts = np.asarray([1.0, 1.0, np.nan]), told()[1]
+    assert not make(grading=grading).keep(rewards, facts)  # all that count pass: no advantage
+    batch = dataclasses.replace(one_group([1, 1, 1]), valid=np.arange(9) < 2)
+    assert not np.asarray(credit_of(batch, grading=grading).advantage).any()
+    mixed = np.asarray([1.0, 0.0, np.nan])
+    assert make(grading=grading).keep(mixed, told(exploit=[0, 0, None], grade=[1, 1, None])[1])
 
 
 def test_one_take_through_the_whole_step_moves_towards_the_better_pass():

@@ -186,6 +186,39 @@ def test_p3_the_drift_bound_holds_on_random_pairs():
     assert (drifted / tight).max() > 0.8  # and it is nearly reached
 
 
+@pytest.mark.parametrize("size", [1e-5, 1e-4, 1e-3])
+def test_a_tiny_move_has_a_distance_and_a_bound_in_a_runs_own_float32(size):
+    """Case: KL rounds to 0, and the ledger counts a broken bound where none was."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(False):
+        log_q = simplex(rng, 64, 4, spread=1.0)
+        moved = jax.nn.log_softmax(log_q + size * jnp.asarray(rng.normal(size=(64, 4))), axis=-1)
+        loss = jnp.asarray(rng.random((64, 4)) < 0.5, jnp.float32)
+        weight, mask = jnp.ones((64, 1)), jnp.ones((64, 4), bool)
+        told = drift.relative_entropy(moved, log_q, mask)
+        bound = drift.drift_bound(
+            moved, log_q, weight, weight, mask, loss_bound=1.0, consistency_weight=0.0
+        )
+    a, b = (np.asarray(x, np.float64) for x in (log_q, moved))
+    a, b = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (a, b))
+    true = (np.exp(b) * (b - a)).sum(-1)
+    np.testing.assert_allclose(told, true, rtol=0.5 if size < 1e-4 else 0.05, atol=1e-13)
+    went = np.abs(((np.exp(b) - np.exp(a)) * np.asarray(loss, np.float64)).sum(-1))
+    assert (went <= np.asarray(bound) + 1e-6).all()
+
+
+def test_p4_the_cap_is_kept_in_a_runs_own_float32():
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(False):
+        mask, move = jnp.ones(4, bool), jax.jit(drift.bounded_move, static_argnames="kappa")
+        pairs = [(simplex(rng, 4, spread=1.0), simplex(rng, 4)) for _ in range(20)]
+        moved = [(q, move(q, target, mask, kappa=1e-6)) for q, target in pairs]
+    for pair in moved:
+        a, b = (np.asarray(x, np.float64) for x in pair)
+        a, b = (x - np.log(np.exp(x).sum()) for x in (a, b))
+        assert 0.9e-6 < (np.exp(b) * (b - a)).sum() <= 1.01e-6
+
+
 def test_nothing_here_is_differentiated_but_the_consistency():
     log_q, gain = jnp.zeros(4), jnp.arange(4.0)
     slope = jax.grad(lambda x: drift.tilted(x, log_q, gain, ALL, stay=1.0, home=1.0).sum())(log_q)

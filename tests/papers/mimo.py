@@ -138,10 +138,12 @@ def advantages(reward, length, facts, group, counted, acted, p):
     passed = [r >= 1 and not cheat for r, cheat in zip(reward, facts["exploit"], strict=True)]
     quality = usable(facts["grade"], passed, facts["graded"], group, counted)
     penalty = length_penalty(length, passed, group, counted, p["length"])
-    quality = [f * (1 - x) for f, x in zip(quality, penalty, strict=True)]
     if p["grading"] == "product":
-        each = centred(product(quality, passed, group, counted, p["least_spread"]), group, counted)
+        reward = product(quality, passed, group, counted, p["least_spread"])
+        reward = [r * (1 - x) for r, x in zip(reward, penalty, strict=True)]
+        each = centred(reward, group, counted)
     else:
+        quality = [f * (1 - x) for f, x in zip(quality, penalty, strict=True)]
         each = redistribution(quality, passed, group, counted, p["cap"])
     tokens = [[a if acts else 0.0 for acts in row] for a, row in zip(each, acted, strict=True)]
     if p["segments"]["use"]:

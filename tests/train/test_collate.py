@@ -226,6 +226,14 @@ def test_a_token_fact_of_another_length_is_named():
         collated(asked, needs=("token_flag",))
 
 
+@pytest.mark.parametrize("grades", [(1, 0.5), (0.5, 1)])
+def test_a_whole_number_beside_a_fraction_cuts_nothing_off(grades):
+    records = [rollout(7, i, [1], [2], 1.0, facts={"grade": x}) for i, x in enumerate(grades)]
+    batch, _ = collated(two(*records), needs=("grade",))
+    np.testing.assert_array_equal(batch.facts["grade"], grades)
+    assert batch.facts["grade"].dtype == np.float32
+
+
 @pytest.mark.parametrize("fact", ["7", None, ["a", "b"]])
 def test_a_fact_that_is_no_number_is_named(fact):
     asked = two(*(rollout(7, i, [1], [2], 1.0, facts={"solution": fact}) for i in range(2)))
