@@ -77,7 +77,8 @@ def test_an_algorithm_that_is_no_file():
 
 
 def test_the_houses_own_record_is_built():
-    fields = grpo.get_config("").algorithm.to_dict()
+    config: Any = grpo.get_config("")
+    fields = config.algorithm.to_dict()
     built: Any = contract.load(**fields)
     assert isinstance(built.trust, Trust) and hash(built) == hash(built)
     del fields["trust"]["dual_clip"]
