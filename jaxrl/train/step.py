@@ -6,7 +6,7 @@
                 ``tx.update``
 
 Roles with an ``ema_rate`` follow the student after each update. Lessons come last: other roles that
-train on the same take, each with the models as they were at its start.
+train on the same take, each beside the models as they were when the take began.
 
 An update without a weighted token, or with a gradient that is not finite, is skipped: parameters,
 moments and schedule stay as they are and a metric counts it. ``state.step`` counts takes and
