@@ -30,7 +30,7 @@ from jaxrl.train import curriculum, loop, optimizer, report, roles, settings
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Parts, Reader
 from jaxrl.train.metrics import Logger, Progress
-from jaxrl.train.settings import STARTS, Phase
+from jaxrl.train.settings import STARTS, Phase, TeacherConfig
 from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
 from jaxrl.train.text_teacher import annotator
 from jaxrl.train.workdir import Workdir
@@ -121,17 +121,20 @@ def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: An
     )
 
 
-def needs_teacher(phase: Phase) -> bool:
-    """Whether weights of a teacher are to be loaded. ValueError if none are named."""
-    if not roles.readers([phase], roles.TEACHER):
-        return False
+def named_teacher(phase: Phase) -> TeacherConfig:
+    """The teacher's section. ValueError if it names no weights."""
     if not phase.scorers.teacher.weights:
         raise ValueError(
             f"phases.{phase.name}: scorers.teacher.weights=''; algorithm "
             f"{phase.algorithm['name']!r} reads a teacher; allowed: an earlier phase, or a "
             "directory of weights"
         )
-    return True
+    return phase.scorers.teacher
+
+
+def needs_teacher(phase: Phase) -> bool:
+    """Whether weights of a teacher are part of the state. ValueError if none are named."""
+    return bool(roles.readers([phase], roles.TEACHER)) and bool(named_teacher(phase))
 
 
 def stored(name: str, root: epath.Path) -> epath.Path:
@@ -139,13 +142,15 @@ def stored(name: str, root: epath.Path) -> epath.Path:
     return epath.Path(name) if "/" in name else root / "phases" / name
 
 
-def check_stored(phase: Phase, parts: Parts) -> None:
+def check_stored(phase: Phase, parts: Parts, root: epath.Path) -> None:
     """ValueError for a directory, named by the config, whose weights do not fit: not a phase
     later."""
     named = {"train.start": (phase.train.start, parts.policy.shapes)}
     if needs_teacher(phase):
         form = parts.policy.form_of(roles.TEACHER)
         named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, form.shapes)
+    if reader := text_reader(phase, parts, root):
+        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, reader[0].shapes)
     for field, (path, shapes) in named.items():
         if "/" not in path:
             continue
@@ -215,30 +220,33 @@ def survived(phase: Phase, books: Books, folder: epath.Path, run_id: str) -> int
     return counts["kept"]
 
 
-def text_teacher(phase: Phase, parts: Parts, root: epath.Path) -> Annotate | None:
-    """What a teacher of another tokenizer says of the responses' text, if an algorithm asks for
-    it. ValueError naming the field that does not fit.
+def text_reader(phase: Phase, parts: Parts, root: epath.Path) -> tuple[Policy, Reader] | None:
+    """Form and tokenizer of a teacher that reads the responses' text, if an algorithm asks for
+    one. ValueError naming the field that does not fit.
     """
     if "teacher_logp" not in algorithms.load(**phase.algorithm).needs:
         return None
-    teacher = phase.scorers.teacher
-    other = parts.tokenizer
+    teacher, tokenizer = named_teacher(phase), parts.tokenizer
     if teacher.tokenizer:
-        other = read_by(teacher.tokenizer, parts.source, phase, pool_folder(phase, root))
-    if other.vocab_size > teacher.model.vocab_size:
+        tokenizer = read_by(teacher.tokenizer, parts.source, phase, pool_folder(phase, root))
+    if tokenizer.vocab_size > teacher.model.vocab_size:
         raise ValueError(
-            f"scorers.teacher.model.vocab_size={teacher.model.vocab_size}; allowed: >= "
-            f"{other.vocab_size}, of scorers.teacher.tokenizer={teacher.tokenizer!r}"
+            f"phases.{phase.name}: scorers.teacher.model.vocab_size={teacher.model.vocab_size}; "
+            f"allowed: >= {tokenizer.vocab_size}, of scorers.teacher.tokenizer="
+            f"{teacher.tokenizer!r}"
         )
-    if not teacher.weights:
-        raise ValueError(
-            f"phases.{phase.name}: scorers.teacher.weights=''; algorithm "
-            f"{phase.algorithm['name']!r} asks a teacher; allowed: an earlier phase, or a "
-            "directory of weights"
-        )
-    form = policy.build(teacher.model, parts.mesh, parts.policy.rules)
-    params, _ = read_weights(stored(teacher.weights, root), form.shardings, shapes=form.shapes)
-    return annotator(form, params, own=parts.tokenizer, other=other)
+    return policy.build(teacher.model, parts.mesh, parts.policy.rules), tokenizer
+
+
+def text_teacher(phase: Phase, parts: Parts, root: epath.Path) -> Annotate | None:
+    """What such a teacher says of the responses of a pool."""
+    reader = text_reader(phase, parts, root)
+    if reader is None:
+        return None
+    form, tokenizer = reader
+    path = stored(phase.scorers.teacher.weights, root)
+    params, _ = read_weights(path, form.shardings, shapes=form.shapes)
+    return annotator(form, params, own=parts.tokenizer, other=tokenizer)
 
 
 def together(annotations: list[Annotate]) -> Annotate | None:
@@ -344,7 +352,7 @@ def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[
     checkpoints = Checkpoints(root / "checkpoints", keep=phases[-1].checkpoint.keep)
     restored = resume(phases, parts, checkpoints)
     for phase in () if restored else phases:  # a checkpoint holds what its phase has read
-        check_stored(phase, parts)
+        check_stored(phase, parts, root)
     report.write_start(root, config)
     books = Books(
         workdir=Workdir(root),

@@ -201,15 +201,15 @@ def test_a_directory_that_does_not_fit_is_named_before_anything_is_trained(run, 
                 check_weights(path, parts.policy.shapes)
         train = dataclasses.replace(start.train, start=str(path))
         with pytest.raises(ValueError, match=f"phases.elsewhere: train.start: .*{words}"):
-            rounds.check_stored(dataclasses.replace(start, train=train), parts)
+            rounds.check_stored(dataclasses.replace(start, train=train), parts, root)
         taught = phases["taught"]
         other = dataclasses.replace(taught.scorers.teacher, weights=str(path))
         scorers = dataclasses.replace(taught.scorers, teacher=other)
         with pytest.raises(ValueError, match=f"phases.taught: scorers.teacher.weights: .*{words}"):
-            rounds.check_stored(dataclasses.replace(taught, scorers=scorers), parts)
+            rounds.check_stored(dataclasses.replace(taught, scorers=scorers), parts, root)
     for phase in phases.values():
         if phase.name != "elsewhere":
-            rounds.check_stored(phase, parts)  # of phases nothing is there yet
+            rounds.check_stored(phase, parts, root)  # of phases nothing is there yet
 
 
 def test_a_teacher_that_is_read_is_named(run):
