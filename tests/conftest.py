@@ -1,9 +1,12 @@
 """Eight CPU devices, and absl's flags parsed, before anything else starts jax."""
 
+import gc
 import os
+import pathlib
 import tempfile
 
 import jax
+import pytest
 from absl import flags
 
 # Not through the environment: a process that a test starts sees the machine as a user does.
@@ -19,3 +22,21 @@ _COMPILED = tempfile.TemporaryDirectory(prefix="jaxrl-tests-compiled-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Compiled code is mapped into memory piece by piece, and a process may have 65530 pieces; the
+# compiler crashes at the next one. So what earlier files compiled is let go before there are many.
+MANY_MAPS = 20_000
+
+
+def mapped() -> int:
+    """Pieces of memory that this process has; 0 where nobody says."""
+    maps = pathlib.Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _room_for_compiled_code():
+    yield
+    if mapped() > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
