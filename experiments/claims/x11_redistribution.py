@@ -9,8 +9,9 @@ alone (A_i f_i at passes, nothing made up for, not centred again); the product R
 redistribution, with the cap of 1.5 and without; and the capped one under a grader that errs by
 N(0, .3).
 
-Look at: probability of good and of poor passes at the end, entropy of the policy. Rates are chosen
-by the mean quality of what is drawn (``worth``, failures 0).
+Look at: probability of good and of poor passes at the end, updates until good ones have .9 (1500 if
+never), entropy at the end. All arms have one rate: in a bandit the largest rate falls on the first
+good outcome at once and wins, so that rates cannot be chosen by what is reached.
 Expect: the verdict alone keeps the start's odds among passes; all others turn to good passes. No
 entropy explosion: in a bandit a sum that is not 0 is a baseline.
 Result: open.
@@ -31,6 +32,7 @@ from jaxrl.kernels.weights import prompt_mean
 GOOD, POOR, FAILING = 50, 200, 250
 GROUPS, SIZE = 16, 16
 POOR_QUALITY, NOISE, LEAST = 0.4, 0.3, 0.05
+ENOUGH = 0.9
 CAPS = {"redistribution": 1.5, "no cap": 1e9, "noisy grades": 1.5}
 ARMS = ("verdict alone", "down-weighting alone", "product", *CAPS)
 BAND = {"positive_low": 0.2, "positive_high": 5.0, "negative_low": 0.2, "negative_high": 5.0}
@@ -73,17 +75,19 @@ def train(arm: str, rate: float, seed: int, *, updates: int) -> dict[str, Array]
 
         slope = jax.grad(loss)(logits)
         level = jnp.abs(credit.reshape(GROUPS, SIZE)).max(-1) == 0
-        told = (jax.nn.softmax(logits)[:GOOD].sum(), jnp.linalg.norm(slope), level.sum() / GROUPS)
-        return logits - rate * slope, told
+        p = jax.nn.softmax(logits)
+        told = (p[:GOOD].sum(), (p * truth * passing).sum(), jnp.linalg.norm(slope))
+        return logits - rate * slope, (*told, level.sum() / GROUPS)
 
     start = jnp.zeros(truth.shape)
     keys = jax.random.split(jax.random.key(seed), updates)
-    logits, (curve, norm, level) = jax.lax.scan(update, start, keys)
+    logits, (curve, worth, norm, level) = jax.lax.scan(update, start, keys)
     p, logp = jax.nn.softmax(logits), jax.nn.log_softmax(logits)
     return {
         "good": p[:GOOD].sum(),
         "poor": p[GOOD : GOOD + POOR].sum(),
-        "worth": (p * truth * passing).sum(),
+        "worth": worth.sum() / updates,
+        "updates": (jnp.maximum.accumulate(curve) < ENOUGH).sum(),
         "entropy": -(p * logp).sum(),
         "kl_to_start": (p * (logp - jax.nn.log_softmax(start))).sum(),
         "level_groups": level.sum() / updates,
@@ -104,10 +108,10 @@ def claim(quick: bool) -> Claim:
         name="x11_redistribution",
         arms=ARMS,
         run=run,
-        rates=(0.3, 1.0, 3.0, 10.0, 30.0),
+        rates=(2.0,),
         choose="worth",
         larger=True,
-        shown=("good", "poor", "worth", "entropy", "kl_to_start", "level_groups", "norm_max"),
+        shown=("good", "poor", "updates", "entropy", "kl_to_start", "level_groups", "norm_max"),
         drawn=("curve", "entropy"),
         against="verdict alone",
         seeds=2 if quick else 10,

@@ -16,7 +16,13 @@ learning rate, which also makes up for a mere change of scale. A run is the mean
 task alone picks rates by luck.
 Expect: naming the decisive step is faster than uniform credit, .8 nearly as fast; the placebo is
 no faster.
-Result: open.
+Result: as expected but for the placebo, which helps a little. 10 seeds of 8 tasks, means with 95 %
+t intervals, 3 to 16 s a run; commit 29932d7, 2026-11-29; 280 is every arm's best rate. Updates:
+67.7 [64.0, 71.4] uniform, 41.1 [39.5, 42.8] decisive, 43.3 [41.4, 45.3] with .8, 59.0 [55.0, 63.0]
+placebo, 53.0 [52.2, 53.7] every step. Paired to uniform: -26.6 [-29.7, -23.5], -24.4 [-29.0,
+-19.8], -8.7 [-14.2, -3.3], -14.8 [-18.3, -11.2]. So more than half of the gain needs no knowledge
+of steps: pushing winners harder than losers, as every amplification does, is a gain by itself here.
+Knowing the step adds to that 11.8 [9.8, 13.8] updates, naming wrong ones costs 6.0 [2.1, 10.0].
 """
 
 import jax
