@@ -1,12 +1,18 @@
 """What an algorithm is, and ``load(name)``: the file name is the registry.
 
-An algorithm is a plain frozen dataclass (hashable: a static argument of the jitted step) with at
-most four verbs:
+An algorithm is a plain frozen dataclass (hashable: a static argument of the jitted step). Its
+fields are the method's numbers; ``scorers``, ``coupled`` and their like are class attributes
+without annotation, or properties. Its verbs, all of which must be there:
 
     observe(logits, taken)                  no gradient, before the updates of a take (or each one)
     credit(batch, observed)                 no gradient, sees the whole take
     read(logits, taken)                     differentiable, sees the vocabulary in chunks
     loss(reading, batch, observed, credit)  differentiable, sees one micro-batch
+    keep(rewards, facts)                    on the host, sees one finished group
+
+What ``read`` returns is differentiated unless it is stopped: an entropy bonus needs no more than
+its term in ``loss``. Diagnostics are arrays [row token] or [rollout]; the curves are their means and
+peaks under the size of the credit's weights.
 
 With ``refresh = "update"`` observe and credit see the rollouts of one update. ``observed`` then
 holds what observe returned, read anew with the weights at the start of that update, and the same

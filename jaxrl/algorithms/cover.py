@@ -1,17 +1,20 @@
 """CoVer: one policy writes programs and tests, and each side tells what the other is worth.
 
-Of a task's rollouts some are coders, some testers. A coder's reward is its truth y_i, the part of
-the ground-truth tests that its program passes. A tester's reward is what its test tells of y: the
-information between passing the test and being right, 0 unless the better programs pass it (gate).
-Each role is normalised by itself, (x - mean) / std over its own rollouts of the task with std over
-n, clipped at +-advantage_clip; a role without spread is dropped from that task, and so are tests
-that were not selected: no gradient, no place in a denominator. The token loss is GRPO's with a KL
-term. Source: arXiv 2609.21208, sections 3 and 4.
+Of a task's rollouts some are coders i, some testers j; e_ij is whether program i passes test j.
+
+    coder's reward   y_i, the part of the ground-truth tests that its program passes
+    tester's reward  sum_{e,v} P(e, v) log(P(e, v) / P(e) P(v)),  P(e_j = 1, v = 1) = mean_i e_ij y_i
+                     and so on, if cov_i(e_ij, y_i) > 0 (gate), else 0
+    A = clip((x - mean) / std, +-advantage_clip) over a role's own rollouts of the task, std over n
+
+A role without spread is dropped from that task, and so are tests that were not selected: no
+gradient, no place in a denominator. The token loss is GRPO's with a KL term; the roles weigh
+tester_share and 1 - tester_share, each a mean over its own rollouts of the update, however many
+there are (a role that was dropped everywhere weighs 0). Source: arXiv 2609.21208, sections 3 and 4.
 
 Departs: the information is that of soft labels (kernels/information.py); the released code's two
-trainings in sequence are one update in which the roles weigh tester_share and 1 - tester_share,
-however many rollouts either has; the clip; copies of a test and invalid ones that fill up the
-selection earn 0.
+trainings in sequence are one update; the clip; the KL term has the gradient of KL(policy,
+reference), not k3's; copies of a test and invalid ones that fill up the selection earn 0.
 
 Facts, [rollout ...]: role, truth, cells [2, test] (passed, counted), test_index, selected, rewarded
 (jaxrl/tasks/code.py makes them).

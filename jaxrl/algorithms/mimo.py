@@ -4,7 +4,8 @@ An exploit that the grader confirmed is a failure before any statistic. With f_i
 quality of a pass and b_i = 1 - its length penalty:
 
     grading = "product"         R_i = pass_i f_i b_i (offline rubrics), A = R - mean
-    grading = "redistribution"  A of binary rewards, the passes' share handed out by f b (online)
+    grading = "redistribution"  on passes A_i <- lam f_i b_i A_i of binary rewards with lam =
+                                min(sum A / sum f b A, cap), then A <- A - mean (online)
     loss = -mean over prompts of  sum_{i,t} sg(r) A logp / sum_i L_i,  r = policy / sampler
 
 without a standard deviation; a token with r outside of the band of A's sign is dropped and still

@@ -233,7 +233,8 @@ def log(
         books.logger.histograms(step, {"reward/spread": rewards, "response/length": lengths})
     books.progress.update(
         step + 1,
-        {"loss": numbers["loss/total"], "reward": numbers["reward/mean"]},
+        {"loss": numbers["loss/total"], "reward": numbers["reward/mean"]}
+        | ({"skipped": numbers["optim/skipped"]} if numbers["optim/skipped"] else {}),
         tokens=tokens,
         seconds=working + seconds["time/compile_s"],
         compile_seconds=seconds["time/compile_s"],
