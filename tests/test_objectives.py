@@ -122,8 +122,8 @@ def batch_and_models(phases: list[Phase], phase: Phase, desk: Any) -> tuple[Part
         algorithm=phase.algorithm["name"],
         shown=loop.views_of(parts, phase, algorithm),
     )
-    # First weights seldom stop by themselves, and methods that train no truncated rollout would have
-    # nothing to learn from.
+    # First weights seldom stop by themselves, and methods that train no truncated rollout would
+    # have nothing to learn from.
     batch = dataclasses.replace(batch, truncated=np.zeros_like(batch.truncated))
     return parts, state, jax.tree.map(jnp.asarray, batch)
 

@@ -11,8 +11,8 @@ without annotation, or properties. Its verbs, all of which must be there:
     keep(rewards, facts)                    on the host, sees one finished group
 
 What ``read`` returns is differentiated unless it is stopped: an entropy bonus needs no more than
-its term in ``loss``. Diagnostics are arrays [row token] or [rollout]; the curves are their means and
-peaks under the size of the credit's weights.
+its term in ``loss``. Diagnostics are arrays [row token] or [rollout]; the curves are their means
+and peaks under the size of the credit's weights.
 
 With ``refresh = "update"`` observe and credit see the rollouts of one update. ``observed`` then
 holds what observe returned, read anew with the weights at the start of that update, and the same

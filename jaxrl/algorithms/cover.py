@@ -3,8 +3,8 @@
 Of a task's rollouts some are coders i, some testers j; e_ij is whether program i passes test j.
 
     coder's reward   y_i, the part of the ground-truth tests that its program passes
-    tester's reward  sum_{e,v} P(e, v) log(P(e, v) / P(e) P(v)),  P(e_j = 1, v = 1) = mean_i e_ij y_i
-                     and so on, if cov_i(e_ij, y_i) > 0 (gate), else 0
+    tester's reward  sum_{e,v} P(e, v) log(P(e, v) / P(e) P(v)),  P(1, 1) = mean_i e_ij y_i and so
+                     on, if cov_i(e_ij, y_i) > 0 (gate), else 0
     A = clip((x - mean) / std, +-advantage_clip) over a role's own rollouts of the task, std over n
 
 A role without spread is dropped from that task, and so are tests that were not selected: no
