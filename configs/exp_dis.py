@@ -73,7 +73,8 @@ def get_config(variant: str = "") -> ConfigDict:
             "trust": base.TRUST | {"clip_high": 0.28},
             "novelty_weight": NOVELTY_WEIGHTS[0],  # of novelty against the verdict's +-1
             "length_tokens": limit,
-            "dynamic_sampling": True,  # groups whose total reward cannot vary are refilled
+            # groups whose total reward cannot vary are refilled; first weights are never right
+            "dynamic_sampling": not tiny,
             "overlong_penalty": 1.0,  # taken off the reward at the limit; 0: no shaping
             "overlong_limit_tokens": limit,
             "overlong_buffer_tokens": max(1, limit // 5),
@@ -88,7 +89,7 @@ def get_config(variant: str = "") -> ConfigDict:
     )
     config.train.view_token_buckets = (limit,)
     if tiny:
-        config.pool.survivors = 2
+        config.pool.update(survivors=2, rollouts_per_group=8)
     else:
         config.pool.update(rollouts_per_group=16, max_refills=8)
         config.train.update(groups=16, micro_rollouts=256)
