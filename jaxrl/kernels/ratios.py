@@ -38,7 +38,8 @@ def rollout_ratio(
     logp = jnp.where(mask, widen(logp), 0)
     total, tokens = _gap(jax.lax.stop_gradient(logp), old_logp, rollout, mask)
     ratio = jnp.exp(jnp.clip(total / jnp.maximum(tokens, 1), -BOUND, BOUND))[:, None]
-    return jnp.where(mask, ratio * jnp.exp(logp - jax.lax.stop_gradient(logp)), 1)
+    # 1 + x - sg(x) has the value and the slope of exp(x - sg(x)), without an exponential a token.
+    return jnp.where(mask, ratio * (1 + (logp - jax.lax.stop_gradient(logp))), 1)
 
 
 def _gap(
