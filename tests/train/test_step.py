@@ -72,7 +72,7 @@ class Charge:
     refresh = "take"
     coupled = False
     lessons = ()
-    needs = ("charge",)
+    needs = ("token_charge",)
 
     def observe(self, logits, taken):
         raise AssertionError("nobody is observed")
@@ -90,7 +90,7 @@ class Charge:
 
     def loss(self, reading, batch, observed, credit):
         logp = reading["logp"]
-        return batch.facts["charge"] * (1 + logp - jax.lax.stop_gradient(logp)), {}
+        return batch.facts["token_charge"] * (1 + logp - jax.lax.stop_gradient(logp)), {}
 
     def keep(self, rewards, facts):
         return True
@@ -100,7 +100,7 @@ def charged(number, charges, *, failure=Failure.NONE, tokens=None):
     """A rollout whose action tokens cost what is said."""
     answer = tokens or [3] * len(charges)
     fact = np.array([0, *charges], np.float32)
-    return rollout(number, 0, [1], answer, 0.0, failure=failure, facts={"charge": fact})
+    return rollout(number, 0, [1], answer, 0.0, failure=failure, facts={"token_charge": fact})
 
 
 def charge_batch(rollouts, *, slots=None, minibatches=1):
@@ -111,7 +111,7 @@ def charge_batch(rollouts, *, slots=None, minibatches=1):
         groups_per_step=slots or len(groups),
         rollouts_per_group=1,
         minibatches=minibatches,
-        needs=("charge",),
+        needs=("token_charge",),
         algorithm="charge",
     )[0]
 
