@@ -19,7 +19,9 @@ def get_config(variant: str = "") -> ConfigDict:
         {
             "name": "dapo",
             "trust": base.TRUST | {"clip_high": 0.28},
-            "dynamic_sampling": True,  # groups whose rewards are all equal are refused and refilled
+            # Groups whose rewards are all equal are refused and refilled; a tiny warm start is
+            # never right, so all of its groups would be.
+            "dynamic_sampling": variant != "tiny",
             "overlong_penalty": 1.0,  # taken off the reward at the limit; 0: no shaping
             "overlong_limit_tokens": limit,
             "overlong_buffer_tokens": max(1, limit // 5),

@@ -36,7 +36,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "full": 2.0,  # so much longer costs the whole penalty
                 "power": 1.5,
             },
-            "segments": {  # needs the fact "token_flagged" of each token, which this grader does not give
+            "segments": {  # needs the fact "token_flagged", which this grader does not give
                 "use": False,
                 "harsher": 2.0,
                 "most": 2.0,

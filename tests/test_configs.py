@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,30 @@ def test_a_sweep_changes_fields_that_exist(name):
             contract.load(**phase.algorithm)
 
 
+@pytest.fixture(scope="module")
+def tiny_runs(request, tmp_path_factory):
+    """The runs that were asked for, two at a time: each is one device's, most of it compilation."""
+    asked = [
+        i for i in request.session.items if i.originalname == "test_it_takes_its_steps_as_tiny"
+    ]
+    root = tmp_path_factory.mktemp("tiny")
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            name: (root / name, pool.submit(launch, f"configs/{name}.py:tiny", root / name))
+            for name in (item.callspec.params["name"] for item in asked)
+        }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "quickstart"])  # test_readme's
-def test_it_takes_its_steps_as_tiny(name, tmp_path):
-    run = launch(f"configs/{name}.py:tiny", tmp_path)
+def test_it_takes_its_steps_as_tiny(name, tiny_runs):
+    folder, future = tiny_runs[name]
+    run = future.result()
     assert run.returncode == 0, run.stderr[-4000:]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     phase = settings.phases(build(name, "tiny"))[-1]
     assert summary["steps"] == phase.last_step
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     own = [line for line in lines if line["step"] >= phase.first_step]
     updates = [line["optim/updates"] for line in own if "optim/updates" in line]
     assert sum(updates) > 0, "its own phase changed nothing"
