@@ -23,9 +23,10 @@ def get_config(variant: str = "") -> ConfigDict:
         }
     )
     config.train.minibatches = 2
-    config.phases = residual.teacher_then_student(variant, "co_residual")
+    phases: Any = residual.teacher_then_student(variant, "co_residual")
     # What is trained of the teacher; the embedding is its head too, and stays.
-    config.phases.co_residual.scorers.teacher.optimizer = ConfigDict(
+    phases.co_residual.scorers.teacher.optimizer = ConfigDict(
         {"learning_rate": 3e-5, "freeze": ("embedding",)}
     )
+    config.phases = phases
     return config

@@ -188,7 +188,7 @@ def train(takes, learns, student, teacher, arm, rate, key):
         flat = said.reshape(-1)
         both = [logits_of(model, prompts, said) for model in (student, teacher)]
         old, taught = (taken_logp(logits, flat).reshape(said.shape) for logits in both)
-        residual = residual_advantage(*both, flat).reshape(said.shape)
+        residual = residual_advantage(both[0], both[1], flat).reshape(said.shape)
         centred = response_center(residual, weight, rollout, every)
         residual = arm["center"] * centred + (1 - arm["center"]) * residual
         right = (said == answers).all(-1).astype(jnp.float32)

@@ -22,6 +22,7 @@ Result: open.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,25 +109,27 @@ class Side:
         return jnp.where(place == count[:, None], EOS, found), place <= count[:, None]
 
     def text(self, said):
-        """Letters, length and usable [row] of what was sampled."""
+        """Letters, length and usable [row] of what was sampled; "a"s where it is not usable."""
         place = jnp.arange(self.said)
         ended = (said == EOS).any(-1)
         count = jnp.where(ended, jnp.argmax(said == EOS, axis=-1), 0)
         inside = place < count[:, None]
         single = (said >= FIRST) & (said < FIRST_PAIR)
         if self.width == 1:
-            usable, length = (single | ~inside).all(-1), count
-            return jnp.where(inside, said - FIRST, 0)[:, :WRITTEN], length, usable & (length > 0)
+            usable = (single | ~inside).all(-1) & (count > 0)
+            letters = jnp.where(inside & usable[:, None], said - FIRST, 0)
+            return letters[:, :WRITTEN], count, usable
         double = (said >= FIRST_PAIR) & (said < self.go)
         last = place == count[:, None] - 1
-        usable = (double | (single & last) | ~inside).all(-1)  # a single letter ends the text
+        # A single letter ends the text.
+        usable = (double | (single & last) | ~inside).all(-1) & (count > 0)
         at = jnp.where(double, said - FIRST_PAIR, 0)
         pair = jnp.stack([at // len(ALPHABET), at % len(ALPHABET)], axis=-1)
         alone = jnp.stack([said - FIRST, jnp.zeros_like(said)], axis=-1)
-        letters = jnp.where(single[..., None], alone, pair) * inside[..., None]
+        letters = jnp.where(single[..., None], alone, pair)
+        letters = jnp.where((inside & usable[:, None])[..., None], letters, 0)
         length = 2 * count - (single & last).any(-1)
-        letters = letters.reshape(said.shape[0], -1)[:, :WRITTEN]
-        return letters, length, usable & (count > 0)
+        return letters.reshape(said.shape[0], -1)[:, :WRITTEN], length, usable
 
     def logits(self, params, prompt, said):
         """[row token vocab] before each token said; ``prompt`` is letters and length."""
@@ -273,6 +276,8 @@ def train(takes, form, student, teacher, alpha, rate, key):
         old = STUDENT.logp(params, prompt, said)
         theirs, counted = TEACHER.response(letters, length)
         taught = jnp.where(counted, TEACHER.logp(teacher, prompt, theirs), 0).sum(-1)
+        shown: Any = None
+        whole: Any = None
         if form == "SFT":
             shown, _ = TEACHER.sample(teacher, prompt, keys[1])
             *shown, whole = TEACHER.text(shown)

@@ -1,6 +1,7 @@
 """Co-RA against its oracle: student and teacher learn from one take. R6: the method's own."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,7 +59,8 @@ def test_both_equal_the_oracle(dtype):
             )[which]
 
         narrow = jax.tree.map(lambda x: x.astype(dtype), observed)
-        for which, verbs, logp in ((0, algorithm, new), (1, Taught(lesson), taught)):
+        learners: list[Any] = [(0, algorithm, new), (1, Taught(lesson), taught)]
+        for which, verbs, logp in learners:
             value, slope, _ = update(verbs, batch, logp.astype(dtype), narrow, micro=2)
             expected = differences(functools.partial(oracle, which), logp)
             np.testing.assert_allclose(value, oracle(which, logp.tolist()), rtol=tolerance)
@@ -92,6 +94,7 @@ def walk(*, method):
     step = toy.step_of(
         algorithm, TX, micro=4, size=4, epochs=2, minibatches=2, lesson_txs={"teacher": TX}
     )
+    metrics: Any = {}
     for take in range(2):
         groups = toy.random_groups(take, groups=4, size=4)
         state, metrics = step(state, toy.batch_of(groups, step_groups=4, size=4, minibatches=2))

@@ -96,9 +96,8 @@ def test_it_equals_the_oracle(change):
     parameters = PLAIN | change
     batch = small()
     observed = observed_at(batch, NEW)
-    new = [
-        x if known else 0.0 for x, known in zip(NEW, placed(batch).any(-1).tolist(), strict=True)
-    ]
+    shown: Any = placed(batch)
+    new = [x if known else 0.0 for x, known in zip(NEW, shown.any(-1).tolist(), strict=True)]
     assert 0 < new.count(0.0) < 3
 
     def oracle(logp):

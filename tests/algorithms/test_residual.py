@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -264,4 +265,5 @@ def test_a_bad_field_is_named(field, value):
 
 
 def test_it_hashes():
-    assert hash(make()) == hash(dataclasses.replace(make()))
+    algorithm: Any = make()
+    assert hash(algorithm) == hash(dataclasses.replace(algorithm))

@@ -24,11 +24,13 @@ def sampled(response, stop=StopReason.STOP):
 
 def test_the_same_text_in_other_tokens():
     told = retell(sampled("cab"), PAIRS, LETTERS)
+    assert told is not None
     assert (told.prompt, told.response, told.length) == ([3, 4], [5, 3, 4, LETTERS.eos_id], 3)
 
 
 def test_both_sides_leave_the_end_out_of_a_text_that_was_cut():
     told = retell(sampled("cab", stop=StopReason.LENGTH), PAIRS, LETTERS)
+    assert told is not None
     assert told.response == [5, 3, 4]
 
 
