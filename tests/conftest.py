@@ -25,7 +25,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Compiled code is mapped into memory piece by piece, and a process may have 65530 pieces; the
 # compiler crashes at the next one. So what earlier files compiled is let go before there are many.
-MANY_MAPS = 20_000
+MANY_MAPS = 10_000
 
 
 def mapped() -> int:
