@@ -17,9 +17,9 @@ entropy explosion: in a bandit a sum that is not 0 is a baseline.
 Result: as expected. 10 seeds, means with 95 % t intervals, 10 to 117 s a run on a busy core; commit
 e3ac216, 2026-11-29, rate 2. Good and poor passes at the end: verdict alone .186 [.183, .188] and
 .759, down-weighting .982 [.970, .993] and .015, product .999 and .000, redistribution .996 [.995,
-.997] and .003, without the cap .997 and .002, noisy grades .994 [.992, .995] and .005. Updates until
-.9: never; 1204 [1097, 1312]; 482 [459, 506]; 824 [761, 887]; 716 [643, 790]; 973 [893, 1053].
-Entropy 5.72, .58, .03, .12, .10, .17: nothing explodes, and what is made up for makes it faster. The
+.997] and .003, without the cap .997 and .002, noisy grades .994 [.992, .995] and .005. Updates
+until .9: never; 1204 [1097, 1312]; 482 [459, 506]; 824 [761, 887]; 716 [643, 790]; 973 [893, 1053].
+Entropy 5.72, .58, .03, .12, .10, .17: nothing explodes, and making up for low grades is faster. The
 product is fastest, since it alone pushes poor passes down; redistribution never does. Before, with
 each arm at its own rate of .3 to 30 (commit 6051610, 10 seeds): .189 [.184, .195] good for the
 verdict alone at rate 3, .9999 for all others at 30, the edge of the grid.
