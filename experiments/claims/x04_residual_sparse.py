@@ -270,13 +270,13 @@ def claim(quick: bool) -> Claim:
         name="x04_residual_sparse",
         arms=("GRPO", "RA 1", "RA 5", "RA 1, not centred", "residual alone", "OPD", "Co-RA 1"),
         run=functools.partial(outcome, start),
-        rates=(2e-3,) if quick else (1e-3, 2e-3, 4e-3, 8e-3),
+        rates=(2e-3,) if quick else (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
         choose="solved",
         larger=True,
         shown=(*SHOWN, "teacher at the end"),
         drawn=("solve rate",),
         against="GRPO",
-        seeds=2 if quick else 5,
+        seeds=2 if quick else 8,
     )
 
 

@@ -25,13 +25,13 @@ def claim(quick: bool) -> Claim:
         name="x05_residual_dense",
         arms=("GRPO", "RA 1", "RA 3", "RA 10", "OPD"),
         run=functools.partial(outcome, start),
-        rates=(2e-3,) if quick else (5e-4, 1e-3, 2e-3, 4e-3),
+        rates=(2e-3,) if quick else (1e-3, 2e-3, 4e-3, 8e-3),
         choose="solved",
         larger=True,
         shown=SHOWN,
         drawn=("solve rate",),
         against="GRPO",
-        seeds=2 if quick else 6,
+        seeds=2 if quick else 8,
     )
 
 
