@@ -276,7 +276,7 @@ def claim(quick: bool) -> Claim:
         shown=(*SHOWN, "teacher at the end"),
         drawn=("solve rate",),
         against="GRPO",
-        seeds=2 if quick else 8,
+        seeds=2 if quick else 10,
     )
 
 

@@ -31,7 +31,7 @@ def claim(quick: bool) -> Claim:
         shown=SHOWN,
         drawn=("solve rate",),
         against="GRPO",
-        seeds=2 if quick else 8,
+        seeds=2 if quick else 10,
     )
 
 

@@ -332,7 +332,7 @@ def claim(quick: bool) -> Claim:
         shown=("solved", "under the teacher", "mean of the run", "shortest", "usable"),
         drawn=("solve rate", "length over the prompt's"),
         against="GVPD 0",
-        seeds=1 if quick else 5,
+        seeds=1 if quick else 10,
     )
 
 
