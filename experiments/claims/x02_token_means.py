@@ -9,7 +9,12 @@ Look at: KL(policy, pi*) beside the mean reward.
 Expect: with means the policy ends far from pi*, at a reward above pi*'s, which is why the mistake
 survives a look at reward curves. Importance sampling works here, the clip stalls, no correction
 collapses.
-Result: open.
+Result: as expected. Rates are chosen by reward, as one would without knowing pi*. 10 seeds, means
+with 95 % t intervals, a second a run; commit 1a8fc3c, 2026-11-29. KL to pi*: GVPO 4e-7, with token
+means 4.51 [3.40, 5.62], sequence IS 0, clip 0.035 [0.025, 0.045], no correction 7.71 [6.20, 9.22].
+Reward less pi*'s: 0, +0.178 [0.145, 0.212], 0, -0.017 [-0.021, -0.013], +0.183 [0.144, 0.221]. The
+rate of 32 is the edge of the grid for means, IS and no correction; the first and the last reward
+still more there than at 8.
 """
 
 import functools
