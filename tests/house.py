@@ -53,7 +53,7 @@ FLOORS = {
 CONFINED = {
     "flax": ("model/",),
     "optax": ("train/",),
-    "orbax": ("train/checkpoint.py", "model/pretrained.py"),
+    "orbax": ("train/checkpoint.py", "model/versions.py"),
 }
 
 DRAWERS = {"util", "utils", "common", "misc", "helper", "helpers", "shared", "stuff"}

@@ -19,7 +19,7 @@ from configs import base
 from jaxrl.algorithms import contract
 from jaxrl.mesh import make_mesh
 from jaxrl.model.policy import Policy
-from jaxrl.model.pretrained import write_weights
+from jaxrl.model.versions import write_weights
 from jaxrl.pool.contract import Completion
 from jaxrl.pool.rollout import StopReason
 from jaxrl.train import accumulate, loop, roles, rounds, settings

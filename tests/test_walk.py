@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.model.pretrained import read_weights
+from jaxrl.model.versions import read_weights
 from jaxrl.train import rounds
 
 # A task that first weights solve now and then: the response begins with a one.

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxrl.mesh import require_divisible, spec, ways
 from jaxrl.model.policy import Cache, Policy, build
-from jaxrl.model.pretrained import read_weights
+from jaxrl.model.versions import read_weights
 from jaxrl.pool.contract import Completion, Request
 from jaxrl.pool.rollout import StopReason, Version
 

@@ -20,8 +20,8 @@ from jaxrl.algorithms import contract as algorithms
 from jaxrl.algorithms.contract import Algorithm, everyone
 from jaxrl.batch import Batch
 from jaxrl.model.policy import Policy
-from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
+from jaxrl.model.versions import write_weights
 from jaxrl.pool.characters import CharacterTokenizer
 from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
 from jaxrl.pool.rollout import ACTION, Version

@@ -15,8 +15,8 @@ from jaxrl import mesh
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.model import policy
 from jaxrl.model.policy import Policy
-from jaxrl.model.pretrained import check_weights, read_weights, write_weights
 from jaxrl.model.sampler import Sampler
+from jaxrl.model.versions import check_weights, read_weights, write_weights
 from jaxrl.pool import filtering, recorded
 from jaxrl.pool.characters import WIDTHS, train_characters
 from jaxrl.pool.contract import Annotate, RolloutPool

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler, draw, invert
+from jaxrl.model.versions import write_weights
 from jaxrl.pool.contract import Request
 from jaxrl.pool.rollout import StopReason, Version
 from tests.model.tiny import logp, numpy_logits, policy_on, rows, sampler_of, seeded

@@ -13,9 +13,9 @@ from jaxrl.batch import Batch, View
 from jaxrl.kernels.readings import taken_logp
 from jaxrl.mesh import Rules, make_mesh
 from jaxrl.model.policy import Policy, build
-from jaxrl.model.pretrained import write_weights
 from jaxrl.model.sampler import Sampler
 from jaxrl.model.transformer import ModelConfig
+from jaxrl.model.versions import write_weights
 from jaxrl.pool.rollout import Version
 
 CONFIG = ModelConfig(

@@ -12,7 +12,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 import jaxrl.algorithms
-from jaxrl.model.pretrained import check_weights, read_weights, write_weights
+from jaxrl.model.versions import check_weights, read_weights, write_weights
 from jaxrl.train import loop, roles, rounds, settings
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.state import scorer

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from jaxrl.mesh import make_mesh
-from jaxrl.model.pretrained import write_weights
+from jaxrl.model.versions import write_weights
 from jaxrl.train import rounds, settings
 from jaxrl.train.settings import Phase
 from tests.train.toy import rollout

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.model.pretrained import MANIFEST, TENSORS, read_weights, write_weights
+from jaxrl.model.versions import MANIFEST, TENSORS, read_weights, write_weights
 
 PARAMS = {
     "b/kernel": jnp.arange(6.0).reshape(2, 3),
