@@ -32,6 +32,7 @@ from jaxrl.kernels import (
     readings,
     residuals,
     returns,
+    routers,
     steps,
     surrogates,
     tournaments,
@@ -52,6 +53,8 @@ SMALL |= {"universe": 8, "example": 8, "step": 8, "rule": 8}
 LARGE |= {"universe": 16, "example": 16, "step": 16, "rule": 8}
 SMALL |= {"layer": 3, "feature": 3, "entry": 8}  # of a trunk, of a vector, of a memory
 LARGE |= {"layer": 3, "feature": 3, "entry": 16}
+SMALL |= {"expert": 8, "choice": 2}
+LARGE |= {"expert": 8, "choice": 2}
 
 # Entries of a leading axis belong to units (rollouts of one prompt, rows of one rollout); a unit
 # may have one member. Units 0, 1 make the first minibatch, units 2, 3 the second.
@@ -137,6 +140,10 @@ TOKEN_LABELS = {"rollout": "row label", "minibatch": "row label", "mask": "row t
 IN_GROUP = {"x": "rollout value", "group": "rollout label", "mask": "rollout mask"}
 TWO_LOGPS = {"logp": "row token logp", "old_logp": "row token logp"}
 OF_ROLLOUT = {"rollout": "row label", "mask": "row token mask"}
+LOGITS = {"logits": "position expert value"}
+ROUTES = {"routes": "position choice taken"}
+GATES = {"normalise": True, "scale": 1.5}
+COUNT = {"count": "step expert value"}
 TEACHERS = {name: "row token logp" for name in ("logp", "teacher_logp", "right_logp", "wrong_logp")}
 TWO_LOGITS = {"logits": "position vocab value", "ref_logits": "position vocab value"}
 TAUGHT = {
@@ -583,4 +590,30 @@ CASES = [
         advantage="row token value",
         gain="row token value",
     ),
+    case(routers.softmax_router, "position choice", {"per_token": 2, **GATES}, **LOGITS),
+    case(
+        routers.sigmoid_router,
+        "position choice",
+        {"per_token": 2, **GATES},
+        **LOGITS,
+        bias="expert value",
+    ),
+    case(routers.softmax_gates, "position choice", GATES, **LOGITS, **ROUTES),
+    case(routers.sigmoid_gates, "position choice", GATES, **LOGITS, **ROUTES),
+    case(
+        routers.balance,
+        "position",
+        {},
+        probability="position expert value",
+        share="expert value",
+    ),
+    case(routers.load, "expert", {"experts": "expert"}, **ROUTES, mask="position mask"),
+    case(routers.load_share, "step expert", {}, **COUNT),
+    case(routers.max_share, "step", {}, **COUNT),
+    case(routers.normalised_entropy, "step", {}, **COUNT),
+    case(routers.load_cv, "step", {}, **COUNT),
+    case(routers.load_peak, "step", {}, **COUNT),
+    case(routers.cold_share, "step", {}, **COUNT),
+    case(routers.agreement, "position", {}, **ROUTES, recorded="position choice taken"),
+    case(routers.routed, "position", {}, **ROUTES),
 ]

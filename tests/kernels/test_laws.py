@@ -288,7 +288,7 @@ def test_bfloat16_in_float32_out(case):
     }
     expected, _ = compiled(case.name, 1)(widened, cotangents(case))
     for a, b in zip(outputs, expected, strict=True):
-        assert a.dtype == jnp.float32
+        assert a.dtype == (jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32)
         same(a, b)
 
 
@@ -296,4 +296,5 @@ def test_bfloat16_in_float32_out(case):
 def test_float64_stays_float64(case):
     with jax.enable_x64(True):
         shapes = jax.eval_shape(case.call(SMALL), *map(jnp.asarray, cast(case, np.float64)))
-    assert {x.dtype for x in jax.tree.leaves(shapes)} == {np.dtype(np.float64)}
+    floats = {x.dtype for x in jax.tree.leaves(shapes) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert floats == {np.dtype(np.float64)}
