@@ -7,13 +7,13 @@ mean on a mesh.
     data     copies of the parameters, rows of the batch split
     fsdp     parameters split along their width, rows of the batch split too
     tensor   heads, inner width and vocabulary split
-    expert   experts split (no dense parameter uses it)
+    expert   experts split, and rows of the batch: tokens go to their experts and back
     context  tokens of a row split (nothing uses it yet)
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ class Rules:
     not exist.
     """
 
-    rows: MeshAxes = ("data", "fsdp")  # rows of a batch, slots of the sampler
+    rows: MeshAxes = ("data", "fsdp", "expert")  # rows of a batch, slots of the sampler
     embed: MeshAxes = ("fsdp",)
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
@@ -38,6 +38,7 @@ class Rules:
     mlp: MeshAxes = ("tensor",)
     vocab: MeshAxes = ("tensor",)
     layers: MeshAxes = ()
+    expert: MeshAxes = ("expert",)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -115,6 +116,38 @@ def require_divisible(field: str, value: int, mesh: Mesh | None, axes: MeshAxes)
 def batch_sharding(mesh: Mesh, rules: Rules | None = None) -> NamedSharding:
     """Sharding of arrays whose first axis is rows or rollouts: split over ``data`` and ``fsdp``."""
     return NamedSharding(mesh, spec(("rows",), rules or Rules()))
+
+
+def per_device(
+    function: Callable[..., jax.Array],
+    mesh: Mesh,
+    rules: Rules,
+    inputs: Sequence[tuple[str | None, ...]],
+    output: tuple[str | None, ...],
+) -> Callable[..., jax.Array]:
+    """``function`` run by each device on its part of the arrays, for what the partitioner cannot
+    split: arrays in and out lie as their logical axes say, and collectives are the function's own.
+
+    Every array comes in as one that may differ along each mesh axis that splits any of them, as
+    loops and custom gradients want it; of an array that is the same along an axis, the gradients
+    are summed over that axis.
+    """
+    axes = [{axis for name in logical if name for axis in rules[name]} for logical in inputs]
+    split = set().union(*axes)
+
+    def varying(*arrays: jax.Array) -> jax.Array:
+        cast = []
+        for array, own in zip(arrays, axes, strict=True):
+            missing = tuple(axis for axis in AXES if axis in split - own)
+            cast.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
+        return function(*cast)
+
+    return jax.shard_map(
+        varying,
+        mesh=mesh,
+        in_specs=tuple(spec(logical, rules) for logical in inputs),
+        out_specs=spec(output, rules),
+    )
 
 
 def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
