@@ -169,7 +169,7 @@ def evaluate(
         )
     if not 1 <= k <= samples:
         raise ValueError(f"k={k}, eval.samples={samples}; allowed: 1 <= k <= eval.samples")
-    prompts = [tokenizer.encode(task.prompt) for task in tasks]
+    prompts = [tokenizer.prompt(task.prompt) for task in tasks]
     longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
     fits = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) <= longest]
     if not fits:

@@ -33,11 +33,11 @@ def retell(rollout: Rollout, own: Tokenizer, other: Tokenizer) -> Retold | None:
     said = rollout.tokens[acted].tolist()
     if not acted[len(asked) : len(asked) + len(said)].all():
         return None
-    question, text = own.decode(asked), own.decode(said)
-    kept = own.encode(question) == asked and own.encode(text) == said[: len(said) - ended]
+    question, text = own.question(asked), own.decode(said)
+    kept = own.prompt(question) == asked and own.encode(text) == said[: len(said) - ended]
     if not text or not kept or NO_TEXT in question + text:
         return None
-    prompt, response = other.encode(question), other.encode(text)
-    if not prompt or (other.decode(prompt), other.decode(response)) != (question, text):
+    prompt, response = other.prompt(question), other.encode(text)
+    if not prompt or (other.question(prompt), other.decode(response)) != (question, text):
         return None
     return Retold(prompt, response + [other.eos_id] * ended, len(text))

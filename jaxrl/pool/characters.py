@@ -51,6 +51,14 @@ class CharacterTokenizer:
         runs = (text[start : start + self.width] for start in range(0, len(text), self.width))
         return [self._ids.get(run, UNKNOWN_ID) for run in runs]
 
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text: nothing stands around it."""
+        return self.encode(text)
+
+    def question(self, ids: Iterable[int]) -> str:
+        """Text of ids."""
+        return self.decode(ids)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; stop ids have none, ids that stand for no text show as U+FFFD."""
         return "".join(self._text(int(token)) for token in ids if token not in self.stop_ids)

@@ -101,6 +101,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, for people and verifiers; it is never encoded again."""
         ...
+    def prompt(self, text: str) -> list[int]:
+        """Ids that ask a question, with all that the model expects around it; [] for no text."""
+        ...
+
+    def question(self, ids: Iterable[int]) -> str:
+        """The text that a prompt asks."""
+        ...
+
 
 
 class Question(Protocol):

@@ -287,7 +287,7 @@ class LocalPool:
             raise PoolError(
                 f"task {task.key!r} has {len(texts)} prompts for {samples} samples; one each"
             )
-        ids = {text: self._tokenizer.encode(text) for text in dict.fromkeys(texts)}
+        ids = {text: self._tokenizer.prompt(text) for text in dict.fromkeys(texts)}
         return [ids[text] for text in texts]
 
     def _refusal(self, task: Question, prompts: Sequence[Sequence[int]]) -> str | None:

@@ -243,7 +243,7 @@ def demonstrate(
     counts = {"written": 0, "rejected_long": 0, "without_answer": 0}
     with Writer(pathlib.Path(path) / f"demonstrations{SUFFIX}") as writer:
         for number, task in enumerate(source.tasks(split)[:limit]):
-            prompt, answer = tokenizer.encode(task.prompt), tokenizer.encode(task.answer)
+            prompt, answer = tokenizer.prompt(task.prompt), tokenizer.encode(task.answer)
             if not answer:
                 counts["without_answer"] += 1
             elif max_tokens is not None and len(prompt) + len(answer) + 1 > max_tokens:

@@ -165,6 +165,14 @@ class SentencePieceTokenizer:
         id."""
         return self._pieces.encode(text)
 
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text: nothing stands around it."""
+        return self.encode(text)
+
+    def question(self, ids: Iterable[int]) -> str:
+        """Text of ids."""
+        return self.decode(ids)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; stop ids have none, ids that stand for no text show as U+FFFD."""
         text: list[str] = []

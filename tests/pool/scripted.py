@@ -27,6 +27,12 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(sign) + 3 for sign in text]
 
+    def prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def question(self, ids: Iterable[int]) -> str:
+        return self.decode(ids)
+
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(chr(token - 3) for token in ids if token > EOS)
 
