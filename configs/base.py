@@ -29,9 +29,9 @@ def get_config(variant: str = "") -> ConfigDict:
     config.seed = 0
 
     config.model = model = ConfigDict()
-    model.family = (
-        "qwen3"  # RMSNorm, grouped-query attention with q/k norm, rotary positions, SwiGLU
-    )
+    # qwen3 | llama | qwen3_moe | gemma3 | mimo_v2: which published format the weights have; what is
+    # computed is said by the fields below
+    model.family = "qwen3"
     model.vocab_size = 64  # at least the tokenizer's
     model.layers = 4
     model.width = 128
@@ -47,6 +47,36 @@ def get_config(variant: str = "") -> ConfigDict:
     model.param_dtype = "float32"  # of the master weights
     model.remat = "none"  # none | full | dots: what the backward pass computes again
     model.score_chunk_positions = 2048  # positions whose logits are alive at once
+    model.qk_norm = True  # queries and keys are normalised per head
+    model.norm_offset = 0.0  # RMSNorm multiplies with offset + scale
+    model.post_norms = False  # what a block gives is normalised before it is added
+    model.activation = "silu"  # silu | gelu_tanh
+    model.embed_scale = 1.0  # of the embedding
+    model.attention_scale = 0.0  # of q k^T; 0: 1 / sqrt(head_size)
+    model.value_size = 0  # numbers of a value; 0: head_size
+    model.value_scale = 1.0
+    model.rope_size = 0  # how many of a head's numbers turn; 0: all
+    # of global layers: ("none",), ("linear", factor), or ("llama3", factor, low_freq_factor,
+    # high_freq_factor, original_positions)
+    model.rope_scaling = ("none",)
+    model.local_layers = (0,)  # a pattern repeated over the layers; 1: sliding window
+    model.window = 0  # tokens that a local layer sees, itself included
+    model.local_rope_theta = 10_000.0
+    model.local_kv_heads = 0  # 0: kv_heads
+    model.sinks = "none"  # none | local | all: layers with a learned logit in the denominator
+    model.experts = experts = ConfigDict()
+    experts.count = 0  # 0: a dense model
+    experts.per_token = 0
+    experts.hidden = 0  # inner width of an expert
+    experts.shared_hidden = 0  # of the expert that every token goes through; 0: none
+    experts.dense_layers = ()  # layers that keep a dense block
+    experts.router = "softmax"  # softmax | sigmoid (with a bias that only chooses)
+    experts.normalise = True  # the gates of a token's experts sum to 1
+    experts.scale = 1.0  # of the gates
+    experts.matmul = "auto"  # auto | padded | ragged: the grouped matrix product
+    # low-rank additions to linear kernels (LoRA); rank 0: none. Beside them the rest is frozen by
+    # optimizer.freeze, see configs/lora.py
+    model.adapter = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "attention|mlp"})
 
     config.mesh = mesh = (
         ConfigDict()
@@ -94,8 +124,13 @@ def get_config(variant: str = "") -> ConfigDict:
     )
     pool.max_feedback_tokens = 0  # of what the environment answers; 0: it is not kept
     pool.record = True  # keep the rollouts on disk
-    pool.tokenizer = "sentencepiece"  # of the task's text; or "characters", "character_pairs"
-    pool.tokenizer_vocab_size = 64
+    # of the task's text: "sentencepiece", "characters", "character_pairs"; or a published one: a
+    # path with a / to a checkpoint's directory, its tokenizer.json or .model, or a GGUF file
+    pool.tokenizer = "sentencepiece"
+    pool.tokenizer_vocab_size = 64  # sentencepiece: most pieces
+    # template: a prompt is a user's message, rendered by the published chat template | off: a text
+    pool.chat = "off"
+    pool.system = ""  # template: the system's message before it; "": none
     pool.watchdog_s = 600.0  # seconds that one call (generate, verify, load) may last
 
     config.sampler = sampler = ConfigDict()
@@ -103,6 +138,7 @@ def get_config(variant: str = "") -> ConfigDict:
     sampler.max_new_tokens = 8
     sampler.prompt_buckets = (32,)  # prompt lengths that are compiled; the longest is the limit
     sampler.slots = 256  # sequences decoded side by side
+    sampler.record_routes = False  # keep the experts that each token went through
 
     config.algorithm = ConfigDict(
         {"name": "grpo"}
@@ -146,6 +182,11 @@ def get_config(variant: str = "") -> ConfigDict:
     # weights to start from: "": those of the phase before (new ones, if there is none); "fresh":
     # new ones; an earlier phase: its last student; or a directory of weights
     train.start = ""
+    # experts of a token: "free": the routers choose | "replayed": those that the sampler recorded
+    # (sampler.record_routes), with the gates of the current router
+    train.routes = "free"
+    # of the loss that evens the experts' loads, a token; 0: none, and none beside frozen routers
+    train.balance_weight = 0.0
     # Which universes (task.source of a task) are drawn; see jaxrl/train/curriculum.py. off: all
     # tasks in turn | fixed: universes equally often | bounded: more of those where more is lost
     train.curriculum = curriculum = ConfigDict({"move": "off"})

@@ -19,6 +19,7 @@ ROOMS_BELOW_TRAIN = (
     "model",
     "algorithms",
     "kernels.drift",
+    "kernels.routers",
     "batch",
     "mesh",
     "pool",

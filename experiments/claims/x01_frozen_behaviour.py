@@ -17,10 +17,10 @@ gradient without correction collapses.
 Result: as expected, but importance sampling fails at times only, once its rate is chosen. 10 seeds,
 means with 95 % t intervals, a second a run; commit 1a8fc3c, 2026-11-29. KL to pi*: GVPO 6e-8 (rate
 32, the edge of the grid; 2 and 8 do as well), sequence IS 1.56 [-1.81, 4.93] (rate 0.5: one run of
-ten ends more than 1 nat off; on the development seed 0.06, at rates 2 to 32 11.7 to 19.2), clip 2.03
-[1.68, 2.39] (rate 8; 2.4 to 2.6 at every other), no correction 0.72 [0.66, 0.79] (rate 0.125, 5.9 to
-10.3 above). Largest gradients: 0.04, 12.8, 0.05, 0.08. Reward less pi*'s: 0, -0.011 [-0.024, 0.002],
--0.096 [-0.109, -0.083], +0.010 [0.004, 0.017].
+ten ends more than 1 nat off; on the development seed 0.06 there, 11.7 to 19.2 at rates of 2 to 32),
+clip 2.03 [1.68, 2.39] (rate 8; 2.4 to 2.6 at every other), no correction 0.72 [0.66, 0.79] (rate
+0.125; 5.9 to 10.3 above it). Largest gradients: 0.04, 12.8, 0.05, 0.08. Reward less pi*'s: 0,
+-0.011 [-0.024, 0.002], -0.096 [-0.109, -0.083], +0.010 [0.004, 0.017].
 """
 
 import dataclasses

@@ -32,16 +32,15 @@ from jaxrl.kernels.residuals import residual_advantage, response_center
 from jaxrl.kernels.surrogates import clipped_surrogate
 from jaxrl.kernels.weights import rollout_mean
 from jaxrl.mesh import Rules
+from jaxrl.model.form import qwen3
 from jaxrl.model.policy import build
-from jaxrl.model.transformer import ModelConfig
 
 DIGITS, ASKED, SAID, GO = 10, 4, 6, 10  # a prompt is three digits and GO
 PROMPTS, SAMPLES, UPDATES, CLIP = 32, 8, 2, 0.2
 WARM_STEPS, WARM_ROWS, WARM_RATE = 300, 64, 3e-3
 
 POLICY = build(
-    ModelConfig(
-        family="qwen3",
+    qwen3(
         vocab_size=11,
         layers=2,
         width=32,
@@ -52,7 +51,6 @@ POLICY = build(
         rope_theta=10_000.0,
         norm_epsilon=1e-6,
         tied_head=True,
-        outputs=0,
         dtype="float32",
         param_dtype="float32",
         remat="none",
@@ -130,7 +128,7 @@ def solving(params):
 def sample(params, prompts, key):
     """Answers [row 6] at temperature 1."""
     lengths = jnp.full(prompts.shape[:1], ASKED)
-    logits, cache = POLICY.prefill(params, prompts, lengths)
+    logits, cache, _ = POLICY.prefill(params, prompts, lengths)
     grown = ((0, 0), (0, 0), (0, SAID), (0, 0))
     cache = jax.tree.map(lambda x: jnp.pad(x, grown), cache)
     decode = POLICY.decoder(params)
@@ -138,7 +136,7 @@ def sample(params, prompts, key):
     def step(carry, at):
         logits, cache = carry
         token = jax.random.categorical(jax.random.fold_in(key, at), logits)
-        return decode(token, lengths + at, cache), token
+        return decode(token, lengths + at, cache)[:2], token
 
     _, said = jax.lax.scan(step, (logits, cache), jnp.arange(SAID))
     return said.T

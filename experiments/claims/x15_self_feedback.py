@@ -32,7 +32,7 @@ from jaxrl.batch import ACTION, FEEDBACK, PROMPT, Batch, View
 from jaxrl.kernels.readings import taken_logp
 from jaxrl.mesh import Rules
 from jaxrl.model import policy
-from jaxrl.model.transformer import ModelConfig
+from jaxrl.model.form import qwen3
 
 SIDE, NAMES = 8, 64
 PAD, STUDENT, TEACHER, ENVIRONMENT, ERR, EXPECTED, OK, NONE = range(8)
@@ -50,8 +50,7 @@ ARMS = {
 }
 
 MODEL = policy.build(
-    ModelConfig(
-        family="qwen3",
+    qwen3(
         vocab_size=VOCAB,
         layers=2,
         width=64,
@@ -62,7 +61,6 @@ MODEL = policy.build(
         rope_theta=10_000.0,
         norm_epsilon=1e-6,
         tied_head=True,
-        outputs=0,
         dtype="float32",
         param_dtype="float32",
         remat="none",

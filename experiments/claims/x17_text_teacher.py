@@ -37,8 +37,8 @@ from jaxrl.kernels.surrogates import clipped_surrogate, policy_gradient
 from jaxrl.kernels.variance import centred_gap, length_weight
 from jaxrl.kernels.weights import prompt_sum_mean
 from jaxrl.mesh import Rules
+from jaxrl.model.form import qwen3
 from jaxrl.model.policy import Policy, build
-from jaxrl.model.transformer import ModelConfig
 from jaxrl.pool.characters import CharacterTokenizer
 
 ALPHABET, LONGEST, WRITTEN = "abcd", 6, 8  # letters of a prompt, and of a response, at most
@@ -61,8 +61,7 @@ ARMS = {  # form, alpha
 
 def model(tokenizer: CharacterTokenizer) -> Policy:
     """A small decoder; the id after the tokenizer's own starts a response."""
-    config = ModelConfig(
-        family="qwen3",
+    config = qwen3(
         vocab_size=tokenizer.vocab_size + 1,
         layers=2,
         width=32,
@@ -73,7 +72,6 @@ def model(tokenizer: CharacterTokenizer) -> Policy:
         rope_theta=100.0,
         norm_epsilon=1e-6,
         tied_head=True,
-        outputs=0,
         dtype="float32",
         param_dtype="float32",
         remat="none",

@@ -40,8 +40,8 @@ from jaxrl.kernels.readings import taken_logp
 from jaxrl.kernels.surrogates import policy_gradient
 from jaxrl.kernels.weights import rollout_mean
 from jaxrl.mesh import Rules
+from jaxrl.model.form import qwen3
 from jaxrl.model.policy import build
-from jaxrl.model.transformer import ModelConfig
 from jaxrl.tasks.screening import GATES, Demands, Evidence, rescreen, screen
 
 LEAVES, OPERATORS = 7, 5  # x, y, 1 .. 5; + - * max min
@@ -56,8 +56,7 @@ ARMS = ("raw", "dynamic", "gates", "gates, spread", "retry", "sound")
 DEMANDS = Demands(stripped_runs=2, restored_runs=4, rollouts=SAMPLES, gradings=2)
 
 POLICY = build(
-    ModelConfig(
-        family="qwen3",
+    qwen3(
         vocab_size=GO + 1,
         layers=2,
         width=32,
@@ -68,7 +67,6 @@ POLICY = build(
         rope_theta=10_000.0,
         norm_epsilon=1e-6,
         tied_head=True,
-        outputs=0,
         dtype="float32",
         param_dtype="float32",
         remat="none",
@@ -149,7 +147,7 @@ def logp_of(params, prompts, said):
 def sample(params, prompts, key):
     """Answers [row 5] at temperature 1."""
     lengths = jnp.full(prompts.shape[:1], ASKED)
-    logits, cache = POLICY.prefill(params, prompts, lengths)
+    logits, cache, _ = POLICY.prefill(params, prompts, lengths)
     grown = ((0, 0), (0, 0), (0, SAID), (0, 0))
     cache = jax.tree.map(lambda x: jnp.pad(x, grown), cache)
     decode = POLICY.decoder(params)
@@ -157,7 +155,7 @@ def sample(params, prompts, key):
     def step(carry, at):
         logits, cache = carry
         token = jax.random.categorical(jax.random.fold_in(key, at), logits)
-        return decode(token, lengths + at, cache), token
+        return decode(token, lengths + at, cache)[:2], token
 
     return jax.lax.scan(step, (logits, cache), jnp.arange(SAID))[1].T
 

@@ -7,6 +7,7 @@ pass, so no ``[rollout token vocab]`` array is ever formed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxrl.batch import Batch
+from jaxrl.batch import Batch, View
 from jaxrl.mesh import Rules, require_divisible, spec, ways
 from jaxrl.model import novelty, transformer
-from jaxrl.model.transformer import DTYPES, ModelConfig, Params
+from jaxrl.model.experts import mixture, sharded_mixture
+from jaxrl.model.form import DTYPES, ModelConfig
+from jaxrl.model.layers import Guide, Mixture, Routing
+from jaxrl.model.transformer import UNGUIDED, Guidance, Params
 
+STUDENT = "student"
 VALUE = "value"
 NOVELTY = "novelty"
 
+# What ``score`` tells of the student's routers beside what was read; no algorithm's name has a
+# slash.
+CHOSEN = "router/chosen"
+BALANCE = "router/balance"
+
 Read = Callable[[Mapping[str, Array], Array], Mapping[str, Array]]
 Cache = tuple[tuple[Array, Array], ...]  # for each layer keys and values, [slot kv_head place size]
+Decoded = tuple[Array, Cache, Array | None]  # logits, the grown cache, routes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +85,14 @@ class Policy:
             return None
         return {name: NamedSharding(self.mesh, entry) for name, entry in self.specs.items()}
 
+    @property
+    def mix(self) -> Mixture:
+        """How tokens go through experts, on this mesh."""
+        experts = self.config.experts
+        if self.mesh is None or self.mesh.size == 1:
+            return functools.partial(mixture, matmul=experts.matmul)
+        return sharded_mixture(self.mesh, self.rules, matmul=experts.matmul)
+
     def init(self, key: Array) -> dict[str, Array]:
         """Parameters from a typed key, born in their shardings; the same bits on any mesh."""
         return jax.jit(transformer.initialise, static_argnums=0, out_shardings=self.shardings)(
@@ -96,8 +115,19 @@ class Policy:
         segment: Int[Array, "row token"],
     ) -> Float[Array, "row token embed"]:
         """Last hidden states. Raises ValueError if the rows do not divide over the mesh."""
+        return self.routed(params, tokens, position, segment, UNGUIDED)[0]
+
+    def routed(
+        self,
+        params: Params,
+        tokens: Int[Array, "row token"],
+        position: Int[Array, "row token"],
+        segment: Int[Array, "row token"],
+        guidance: Guidance,
+    ) -> tuple[Float[Array, "row token embed"], Routing | None]:
+        """Last hidden states, and what the routers did; None of a dense model."""
         model = transformer.bind(self.config, params)
-        return model.hidden(tokens, position, segment, self._by_rows(tokens))
+        return model.hidden(tokens, position, segment, self._by_rows(tokens), self.mix, guidance)
 
     def _by_rows(self, tokens: Array) -> Callable[[Array], Array]:
         require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
@@ -115,6 +145,7 @@ class Policy:
         batch: Batch,
         read: Read,
         scorers: Sequence[tuple[str, str]],
+        guidance: Guidance = UNGUIDED,
     ) -> dict[str, Array]:
         """What ``read`` says of each token, ``x[j]`` belonging to token j.
 
@@ -129,13 +160,21 @@ class Policy:
 
         ``value`` gives [position output], not divided by the temperature, and ``novelty``
         [position layer]: the error of each of its networks on the rollout's view, at every token.
+
+        Of a student with experts, scored on the plain rows under ``guidance``, two more are told:
+        ``router/chosen`` [row token layer k], the experts that the routers would choose for each
+        token as an input (-1 on padding), and ``router/balance`` [row token].
         """
         scored = begun(batch.segment)
         states: dict[str, Array] = {}
         heads: dict[str, Callable[[Array, Array], Array]] = {}
+        told: dict[str, Array] = {}
         for who, view in scorers:
             name = scorer_name(who, view)
-            states[name], heads[name] = self._scorer(params, batch, who, view)
+            how = guidance if name == STUDENT else UNGUIDED
+            states[name], heads[name], routing = self._scorer(params, batch, who, view, how)
+            if name == STUDENT and routing is not None:
+                told = {CHOSEN: routing.chosen, BALANCE: routing.balance}
         rows, tokens = batch.tokens.shape
         cut, join = self._chunks(rows, tokens)
 
@@ -155,40 +194,46 @@ class Policy:
                 scored.reshape(scored.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
             )
 
-        return {name: finish(x) for name, x in found.items()}
+        return {name: finish(x) for name, x in found.items()} | told
 
     def _scorer(
-        self, params: Mapping[str, Params], batch: Batch, who: str, view: str
-    ) -> tuple[Array, Callable[[Array, Array], Array]]:
-        """What a scorer knows just before each token, and what makes logits of it: (known,
-        temperature) -> logits.
+        self,
+        params: Mapping[str, Params],
+        batch: Batch,
+        who: str,
+        view: str,
+        guidance: Guidance,
+    ) -> tuple[Array, Callable[[Array, Array], Array], Routing | None]:
+        """What a scorer knows just before each token, what makes logits of it: (known,
+        temperature) -> logits; and what its routers did.
         """
         if who == NOVELTY:
             # The student's features; its parameters are not what is trained here.
             student = jax.lax.stop_gradient(params["student"])
             error = novelty.error(params[who], self._features(student, batch, view))
             everywhere = (*batch.tokens.shape, error.shape[-1])
-            return jnp.broadcast_to(error[:, None, :], everywhere), lambda x, _: x
+            return jnp.broadcast_to(error[:, None, :], everywhere), lambda x, _: x, None
         model = self.form_of(who)
-        known = model._before(params[who], batch, view)
+        known, routing = model._before(params[who], batch, view, guidance)
         logits = transformer.bind(model.config, params[who]).logits
         if model.config.outputs:
-            return known, lambda x, _: logits(x)
-        return known, lambda x, temperature: logits(x) / temperature[:, None]
+            return known, lambda x, _: logits(x), routing
+        return known, lambda x, temperature: logits(x) / temperature[:, None], routing
 
-    def _before(self, params: Params, batch: Batch, view: str) -> Array:
-        """Hidden state just before each token of the plain row; 0 where the view has no such
-        place.
+    def _before(
+        self, params: Params, batch: Batch, view: str, guidance: Guidance
+    ) -> tuple[Array, Routing | None]:
+        """Hidden state just before each token of the plain row, 0 where the view has no such
+        place; and the routing of the view's tokens.
         """
         held = batch.held(view)
-        if view == "plain":
-            states = self.hidden(params, batch.tokens, batch.position, batch.segment)
-            return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        shown = batch.views[view]
-        states = self.hidden(params, shown.tokens, shown.position, shown.segment)
+        shown = batch if view == "plain" else batch.views[view]
+        states, routing = self.routed(params, shown.tokens, shown.position, shown.segment, guidance)
+        if not isinstance(shown, View):
+            return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1], routing
         before = jnp.maximum(shown.index - 1, 0)
         states = jnp.take_along_axis(states, before[:, :, None], axis=1)
-        return jnp.where(held[:, :, None], states, 0)
+        return jnp.where(held[:, :, None], states, 0), routing
 
     def _features(self, params: Params, batch: Batch, view: str) -> Array:
         """The student's states over a rollout's own action tokens, [row layer embed]."""
@@ -202,7 +247,12 @@ class Policy:
             rows = jnp.arange(place.shape[0])[:, None]
             mask = jnp.zeros(shown.tokens.shape, bool).at[rows, place].set(True, mode="drop")
         return model.features(
-            shown.tokens, shown.position, shown.segment, self._by_rows(shown.tokens), mask
+            shown.tokens,
+            shown.position,
+            shown.segment,
+            self._by_rows(shown.tokens),
+            self.mix,
+            mask,
         )
 
     def _chunks(
@@ -236,9 +286,9 @@ class Policy:
 
     def prefill(
         self, params: Params, tokens: Int[Array, "row token"], length: Int[Array, " row"]
-    ) -> tuple[Float[Array, "row vocab"], Cache]:
-        """Logits after each prompt's last token, and the prompts' keys and values ``[row kv_head
-        token size]``.
+    ) -> tuple[Float[Array, "row vocab"], Cache, Int[Array, "row token layer k"] | None]:
+        """Logits after each prompt's last token, the prompts' keys and values ``[row kv_head token
+        size]``, and the experts chosen (-1 on padding; None of a dense model).
 
         Prompts start at column 0 and are padded on the right; only one position a row reaches the
         head.
@@ -246,42 +296,49 @@ class Policy:
         model = transformer.bind(self.config, params)
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         inside = columns < length[:, None]
-        mask = transformer.visible(inside.astype(jnp.int32))
-        x, cache = model.embed(tokens), []
-        for layer in model.layers():
-            x, keys, values = layer(
-                x, jnp.where(inside, columns, 0), mask, lambda key, value: (key, value)
-            )
+        seen = transformer.visible(inside.astype(jnp.int32))
+        near = seen & (columns[:, :, None] - columns[:, None, :] < self.config.window)
+        sights = model.sights(seen, near, jnp.where(inside, columns, 0))
+        x, cache, mix, chosen = model.embed(tokens), [], self.mix, []
+        for index, layer in enumerate(model.layers()):
+            here, guide = sights[self.config.is_local(index)], Guide(inside, None, None)
+            x, keys, values, routing = layer(x, here, transformer.keep, guide, mix)
             cache.append((keys, values))
+            chosen += [] if routing is None else [routing.chosen]
         last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
-        return model.logits(model.norm(last)), tuple(cache)
+        return model.logits(model.norm(last)), tuple(cache), _stacked(chosen)
 
-    def decoder(self, params: Params) -> Callable[[Array, Array, Cache], tuple[Array, Cache]]:
+    def decoder(self, params: Params) -> Callable[[Array, Array, Cache], Decoded]:
         """One decoding step: (token [slot], place [slot], cache) -> (logits [slot vocab] in
-        float32, cache).
+        float32, cache, experts chosen for the token [slot layer k] or None).
 
         The token's keys and values go to ``place``; it sees places up to its own. The layers are
         taken apart here, once, so that a loop around the step does not slice them again.
         """
         model = transformer.bind(self.config, params)
-        layers = model.layers()
+        layers, mix, window = model.layers(), self.mix, self.config.window
 
-        def step(token: Array, place: Array, cache: Cache) -> tuple[Array, Cache]:
+        def step(token: Array, place: Array, cache: Cache) -> Decoded:
             slot = jnp.arange(token.shape[0])
-            mask = jnp.arange(cache[0][0].shape[2])[None, None, :] <= place[:, None, None]
-            x, grown = model.embed(token[:, None]), []
-            for layer, (old_keys, old_values) in zip(layers, cache, strict=True):
+            back = place[:, None, None] - jnp.arange(cache[0][0].shape[2])[None, None, :]
+            sights = model.sights(back >= 0, (back >= 0) & (back < window), place[:, None])
+            guide = Guide(jnp.ones(token.shape, bool)[:, None], None, None)
+            x, grown, chosen = model.embed(token[:, None]), [], []
+            for index, layer in enumerate(layers):
 
-                def write(
-                    key: Array, value: Array, keys: Any = old_keys, values: Any = old_values
-                ) -> Any:
+                def write(key: Array, value: Array, old: Any = cache[index]) -> Any:
+                    keys, values = old
                     return keys.at[slot, :, place].set(key[:, :, 0]), values.at[slot, :, place].set(
                         value[:, :, 0]
                     )
 
-                x, keys, values = layer(x, place[:, None], mask, write)
+                here = sights[self.config.is_local(index)]
+                x, keys, values, routing = layer(x, here, write, guide, mix)
                 grown.append((keys, values))
-            return model.logits(model.norm(x[:, 0])), tuple(grown)
+                chosen += [] if routing is None else [routing.chosen]
+            routes = _stacked(chosen)
+            logits = model.logits(model.norm(x[:, 0]))
+            return logits, tuple(grown), None if routes is None else routes[:, 0]
 
         return step
 
@@ -289,14 +346,24 @@ class Policy:
         """Zeroed keys and values of the compute dtype, slots split like rows and heads like
         parameters.
         """
-        shape = (slots, self.config.kv_heads, places, self.config.head_size)
         sharding = None
         if self.mesh is not None:
             sharding = NamedSharding(
                 self.mesh, spec(("rows", "kv_heads", None, "head"), self.rules)
             )
-        new = lambda: jnp.zeros(shape, DTYPES[self.config.dtype], device=sharding)  # noqa: E731
-        return tuple((new(), new()) for _ in range(self.config.layers))
+
+        def new(heads: int, size: int) -> Array:
+            shape = (slots, heads, places, size)
+            return jnp.zeros(shape, DTYPES[self.config.dtype], device=sharding)
+
+        config = self.config
+        heads = [config.kind(layer).kv_heads for layer in range(config.layers)]
+        return tuple((new(n, config.head_size), new(n, config.value_width)) for n in heads)
+
+
+def _stacked(chosen: Sequence[Array]) -> Array | None:
+    """Routes of each sparse layer, [row token k] -> [row token layer k]."""
+    return jnp.stack(chosen, axis=2) if chosen else None
 
 
 def scorer_name(who: str, view: str) -> str:
@@ -337,7 +404,17 @@ def build(
             "vocab": ("vocab_size", form.vocab_size),
             "layers": ("layers", form.layers),
         }
+        if form.experts.count:
+            sizes["expert"] = ("experts.count", form.experts.count)
         for logical, (field, value) in sizes.items():
+            require_divisible(f"{section}.{field}", value, mesh, rules[logical])
+        more = {"local_kv_heads": ("kv_heads", form.local_kv_heads)}
+        if form.experts.count:
+            more |= {
+                "experts.hidden": ("mlp", form.experts.hidden),
+                "experts.shared_hidden": ("mlp", form.experts.shared_hidden),
+            }
+        for field, (logical, value) in more.items():
             require_divisible(f"{section}.{field}", value, mesh, rules[logical])
         if form.vocab_size != config.vocab_size:
             raise ValueError(

@@ -56,6 +56,7 @@ class Slots:
     stop: Int[Array, "slot stop"]  # -1 where unused
     tokens: Int[Array, "slot new"]
     logp: Float[Array, "slot new"]
+    routes: Int[Array, "slot place layer k"] | None  # -1 where none; None if not recorded
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +137,8 @@ class Sampler:
 
     ``slots`` sequences decode side by side; ``prompt_buckets`` are the prompt lengths that are
     compiled, in tokens, the longest being the limit; ``max_new_tokens`` is the most that a request
-    may ask for. Raises ValueError naming the field, its value and what is allowed. ``mesh`` may be
+    may ask for. With ``record_routes`` completions carry the experts that each token went through.
+    Raises ValueError naming the field, its value and what is allowed. ``mesh`` may be
     another than the policy's: weights are loaded onto it.
     """
 
@@ -149,6 +151,7 @@ class Sampler:
         slots: int,
         prompt_buckets: Sequence[int],
         max_new_tokens: int,
+        record_routes: bool,
     ) -> None:
         self.policy = build(policy.config, mesh, policy.rules)
         if slots < 1 or max_new_tokens < 1:
@@ -161,7 +164,12 @@ class Sampler:
                 f"sampler.prompt_buckets={tuple(prompt_buckets)!r}: at least one, all positive"
             )
         require_divisible("sampler.slots", slots, mesh, policy.rules.rows)
+        if record_routes and not policy.config.sparse_layers:
+            raise ValueError(
+                "sampler.record_routes=True; allowed: False (model.experts.count=0: no routes)"
+            )
         self.seed = seed
+        self.record_routes = record_routes
         self.slots = slots
         self.prompt_buckets = tuple(sorted(set(prompt_buckets)))
         self.max_new_tokens = max_new_tokens
@@ -204,7 +212,7 @@ class Sampler:
             queues.setdefault(self._bucket(index, request), []).append(index)
         found: dict[int, Completion] = {}
         for bucket, indices in sorted(queues.items()):
-            self._run(bucket, collections.deque((i, requests[i]) for i in indices), found)
+            self._run(bucket, requests, indices, found)
         return [found[index] for index in range(len(requests))]
 
     def _bucket(self, index: int, request: Request) -> int:
@@ -247,13 +255,15 @@ class Sampler:
     def _run(
         self,
         bucket: int,
-        queue: collections.deque[tuple[int, Request]],
+        requests: Sequence[Request],
+        indices: Sequence[int],
         found: dict[int, Completion],
     ) -> None:
-        """Serve one bucket's queue. The only wait for the device is the read after each decode
+        """Serve one bucket's requests. The only wait for the device is the read after each decode
         loop.
         """
         assert self.version is not None
+        queue = collections.deque((index, requests[index]) for index in indices)
         state = self._idle.pop(bucket, None) or self._empty(bucket)
         holder: dict[int, int] = {}  # slot -> index of its request
         free = list(range(self.slots))
@@ -266,13 +276,17 @@ class Sampler:
             active, stopped, made, tokens, logp = jax.device_get(
                 (state.active, state.stopped, state.made, state.tokens, state.logp)
             )
-            for slot in [slot for slot in holder if not active[slot]]:
-                count = made[slot]
-                found[holder.pop(slot)] = Completion(
+            ended = [slot for slot in holder if not active[slot]]
+            routes = np.asarray(state.routes) if ended and state.routes is not None else None
+            for slot in ended:
+                count, index = made[slot], holder.pop(slot)
+                length = len(requests[index].prompt) + count
+                found[index] = Completion(
                     tokens=tokens[slot, :count].copy(),
                     logp=logp[slot, :count].copy(),
                     version=self.version,
                     stop_reason=StopReason.STOP if stopped[slot] else StopReason.LENGTH,
+                    routes=None if routes is None else routes[slot, :length].copy(),
                 )
                 free.append(slot)
         self._idle[bucket] = state
@@ -330,7 +344,7 @@ class Sampler:
         """
         bucket = prompts.shape[1]
         self._traces[f"prefill/{bucket}"] += 1
-        logits, cache = self.policy.prefill(params, prompts, lengths)
+        logits, cache, chosen = self.policy.prefill(params, prompts, lengths)
         key = sample_keys(self.seed, plan.group, plan.sample)
         token, logp = draw(logits[plan.row], key, jnp.zeros_like(plan.row), plan.temperature)
         stopped = (token[:, None] == plan.stop).any(-1)
@@ -340,6 +354,12 @@ class Sampler:
 
         def copy(old: Array, new: Array) -> Array:
             return old.at[plan.slot, :, :bucket].set(new[plan.row], mode="drop")
+
+        routes = state.routes
+        if routes is not None and chosen is not None:
+            after = routes.shape[1] - bucket  # what an earlier request left there
+            shown = jnp.pad(chosen, ((0, 0), (0, after), (0, 0), (0, 0)), constant_values=-1)
+            routes = put(routes, shown[plan.row].astype(routes.dtype))
 
         return Slots(
             cache=jax.tree.map(copy, state.cache, cache),
@@ -354,6 +374,7 @@ class Sampler:
             stop=put(state.stop, plan.stop),
             tokens=state.tokens.at[plan.slot, 0].set(token, mode="drop"),
             logp=state.logp.at[plan.slot, 0].set(logp, mode="drop"),
+            routes=routes,
         )
 
     def _advance(self, params: Any, state: Slots, enough: Array) -> Slots:
@@ -363,11 +384,15 @@ class Sampler:
         slot = jnp.arange(self.slots)
 
         def body(s: Slots) -> Slots:
-            logits, cache = step(s.token, s.place, s.cache)
+            logits, cache, chosen = step(s.token, s.place, s.cache)
             token, logp = draw(logits, s.key, s.made, s.temperature)
             where = jnp.where(s.active, s.made, self.max_new_tokens)  # out of range is dropped
             stopped = s.active & (token[:, None] == s.stop).any(-1)
             made = s.made + s.active
+            routes = s.routes
+            if routes is not None and chosen is not None:
+                went = jnp.where(s.active, s.place, routes.shape[1])
+                routes = routes.at[slot, went].set(chosen.astype(routes.dtype), mode="drop")
             return dataclasses.replace(
                 s,
                 cache=cache,
@@ -378,6 +403,7 @@ class Sampler:
                 stopped=s.stopped | stopped,
                 tokens=s.tokens.at[slot, where].set(token, mode="drop"),
                 logp=s.logp.at[slot, where].set(logp, mode="drop"),
+                routes=routes,
             )
 
         return jax.lax.while_loop(lambda s: s.active.sum() > enough, body, state)
@@ -406,7 +432,12 @@ class Sampler:
             stop=np.full((slots, MAX_STOP_IDS), -1, np.int32),
             tokens=np.zeros((slots, new), np.int32),
             logp=np.zeros((slots, new), np.float32),
+            routes=None,
         )
+        if self.record_routes:
+            config = self.policy.config
+            each = (len(config.sparse_layers), config.experts.per_token)
+            named["routes"] = np.full((slots, bucket + new, *each), -1, np.int16)
         return jax.device_put(Slots(**named), self._shardings())
 
     def _shardings(self) -> Any:
@@ -419,4 +450,5 @@ class Sampler:
         names = (field.name for field in dataclasses.fields(Slots))
         cache = tuple((heads, heads) for _ in range(policy.config.layers))
         named: dict[str, Any] = {name: cache if name == "cache" else rows for name in names}
+        named["routes"] = rows if self.record_routes else None
         return Slots(**named)

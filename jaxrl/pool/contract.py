@@ -67,6 +67,9 @@ class Completion:
     logp: np.ndarray  # float32 [new]
     version: Version
     stop_reason: StopReason  # STOP or LENGTH
+    # int16 [prompt and new, layer, k]: the experts that each token went through as an input, -1
+    # where none was (the last token); None of a model without experts, or if not recorded
+    routes: np.ndarray | None = None
 
 
 class Generator(Protocol):
@@ -98,9 +101,6 @@ class Tokenizer(Protocol):
         """Ids of a text, without eos."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, for people and verifiers; it is never encoded again."""
-        ...
     def prompt(self, text: str) -> list[int]:
         """Ids that ask a question, with all that the model expects around it; [] for no text."""
         ...
@@ -109,6 +109,9 @@ class Tokenizer(Protocol):
         """The text that a prompt asks."""
         ...
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, for people and verifiers; it is never encoded again."""
+        ...
 
 
 class Question(Protocol):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxrl.pool.completions import check_end, route_facts
 from jaxrl.pool.contract import (
     Annotate,
     Completion,
@@ -40,7 +41,6 @@ from jaxrl.pool.rollout import (
     NOT_SAMPLED,
     PROMPT,
     Rollout,
-    StopReason,
     Version,
     digest_of,
     judged,
@@ -354,7 +354,7 @@ class LocalPool:
         if tokens.shape != np.shape(completion.logp) or not tokens.size:
             counts["rejected_ragged"] += 1
             return False
-        _check_end(tokens, completion.stop_reason, request)
+        check_end(tokens, completion.stop_reason, request)
         counts["sampled_tokens"] += len(tokens)
         return True
 
@@ -424,7 +424,11 @@ class LocalPool:
             stop_reason=completion.stop_reason,
             failure=outcome.failure,
             text=text,
-            facts={**outcome.facts, **self._draws.facts(drawn.task)},
+            facts={
+                **outcome.facts,
+                **self._draws.facts(drawn.task),
+                **route_facts(completion, len(reply)),
+            },
             times={**times, "verified": time.time()},
         )
         try:
@@ -482,21 +486,6 @@ def _at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}={value!r}; allowed: >= {least}")
-
-
-def _check_end(tokens: np.ndarray, reason: StopReason, request: Request) -> None:
-    """PoolError unless a stopped response ends with its sampled terminator and no other one has
-    any."""
-    stops = [place for place, token in enumerate(tokens.tolist()) if token in request.stop_ids]
-    expected = {StopReason.STOP: [len(tokens) - 1], StopReason.LENGTH: []}
-    if reason not in expected:
-        raise PoolError(f"group {request.group}: stop reason {reason!r}; allowed: stop, length")
-    if stops != expected[reason] or len(tokens) > request.max_new_tokens:
-        raise PoolError(
-            f"group {request.group} sample {request.sample}: ids {tokens.tolist()} do not fit "
-            f"stop reason {reason.value!r} with stop ids {sorted(request.stop_ids)} "
-            f"and at most {request.max_new_tokens} tokens"
-        )
 
 
 def _shown(counts: Mapping[str, int]) -> str:

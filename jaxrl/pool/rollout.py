@@ -33,6 +33,8 @@ ROUNDING = 1e-6  # nats by which a float32 log-prob may come out above 0
 
 # Columns that a fact may have beside numbers and text: named arrays, an open set.
 FACT_COLUMN = "facts/"
+# The fact that holds recorded routes: int [token, layer, k], experts, -1 where none was recorded.
+ROUTES = "token_routes"
 
 
 class RaggedError(ValueError):

@@ -70,11 +70,14 @@ def encode(rollout: Rollout) -> bytes:
     rollout.check()
     columns = rollout.to_columns()
     for name, column in columns.items():
-        if column.ndim != 1 or column.dtype.hasobject:
+        if column.dtype.hasobject or column.ndim < 1 or 0 in column.shape[1:]:
             raise ValueError(
-                f"column {name} is {column.dtype}{list(column.shape)}; allowed: one axis of numbers"
+                f"column {name} is {column.dtype}{list(column.shape)}; allowed: numbers, one axis "
+                "or more, none but the first empty"
             )
-    header = rollout.to_header() | {"columns": [[name, c.dtype.str] for name, c in columns.items()]}
+    # The first axis follows from the block's length; the others stand behind the type.
+    named = [[name, c.dtype.str, *c.shape[1:]] for name, c in columns.items()]
+    header = rollout.to_header() | {"columns": named}
     text = json.dumps(header, separators=(",", ":"), allow_nan=False, sort_keys=True)
     blocks = _block(text.encode()) + b"".join(
         _block(column.tobytes()) for column in columns.values()
@@ -157,8 +160,8 @@ def _decode(data: bytes) -> Rollout:
     if len(named) != len(blocks) - 1:
         raise ValueError(f"the header names {len(named)} columns, the record has {len(blocks) - 1}")
     columns = {
-        name: np.frombuffer(block, dtype)
-        for (name, dtype), block in zip(named, blocks[1:], strict=True)
+        name: np.frombuffer(block, dtype).reshape(-1, *shape)
+        for (name, dtype, *shape), block in zip(named, blocks[1:], strict=True)
     }
     return Rollout.from_header(header, columns)
 

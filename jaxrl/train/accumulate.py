@@ -6,7 +6,7 @@ whole update, so that losses, gradients and diagnostics of micro-batches are add
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ from jaxtyping import Array, Float
 from jaxrl.algorithms.contract import Algorithm, Lesson, Reading
 from jaxrl.batch import Batch, Credit
 from jaxrl.mesh import batch_sharding, spec
-from jaxrl.train.state import Params, Scorer
+from jaxrl.train import routing
+from jaxrl.train.routing import GuidedScorer, Loads, RoutingConfig
+from jaxrl.train.state import STUDENT, Params, Scorer
 
 # Names that no kernel gives: they have a slash.
 ADVANTAGE = "credit/advantage"
@@ -137,72 +139,118 @@ def _tallies(diagnostics: Mapping[str, Array], batch: Batch, credit: Credit) -> 
     }
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """Shares of the experts at the take's start, and what a token's balance counts in the loss."""
+
+    share: Float[Array, "layer expert"]
+    factor: Float[Array, ""]
+
+
 @dataclasses.dataclass(frozen=True)
 class Passes:
     """The two ways through the model, micro-batch after micro-batch: without and with a gradient.
 
     ``models`` maps who scores to all of its parameters; ``parts`` is the number of micro-batches.
-    ``who`` learns, by the verbs ``read`` and ``loss`` of ``verbs``.
+    ``who`` learns, by the verbs ``read`` and ``loss`` of ``verbs``. With ``routing`` the student
+    has experts, and both ways tell their loads.
     """
 
     policy: Scorer
     verbs: Algorithm | Lesson
     mesh: Mesh
     who: str
+    routing: RoutingConfig | None = None
 
     @property
     def rows(self) -> NamedSharding:
         """Where rows and rollouts live."""
         return batch_sharding(self.mesh, self.policy.rules)
 
-    def observe(self, algorithm: Algorithm, models: Models, batch: Batch, parts: int) -> Reading:
-        """``algorithm.observe`` over the whole of ``batch``; nothing if it observes nobody."""
-        if not algorithm.observers:
-            return {}
+    def observe(
+        self, algorithm: Algorithm, models: Models, batch: Batch, parts: int
+    ) -> tuple[Reading, Loads | None]:
+        """``algorithm.observe`` over the whole of ``batch``, nothing if it observes nobody; and
+        the loads of a student with experts."""
+        observers = algorithm.observers
+        if self.routing is not None and (STUDENT, "plain") not in observers:
+            observers = ((STUDENT, "plain"), *observers)
+        if not observers:
+            return {}, None
+        observe = algorithm.observe if algorithm.observers else lambda logits, taken: {}
 
-        def one(part: Batch) -> Reading:
-            return _select(
-                self.policy.score(models, part, algorithm.observe, algorithm.observers), part
-            )
+        def one(part: Batch) -> tuple[Reading, Loads | None]:
+            reading, loads = self.score(models, part, observe, observers, None)
+            return _select(reading, part), loads
 
         micros, _, _ = cut_taken((batch, {}, None), parts, self.rows)
-        readings = jax.lax.map(one, micros)
+        readings, loads = jax.lax.map(one, micros)
         joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), readings)
-        return jax.lax.stop_gradient(jax.lax.with_sharding_constraint(joined, self.rows))
+        joined = jax.lax.with_sharding_constraint(joined, self.rows)
+        return jax.lax.stop_gradient((joined, jax.tree.map(lambda x: x.sum(0), loads)))
+
+    def score(
+        self, models: Models, batch: Batch, read: Any, scorers: Any, share: Array | None
+    ) -> tuple[Reading, Loads | None]:
+        """What the policy says of a micro-batch, and what its routers did."""
+        if self.routing is None or (STUDENT, "plain") not in scorers:
+            return routing.plain(self.policy.score(models, batch, read, scorers)), None
+        guidance = routing.guidance(self.routing, batch, share)
+        policy = cast(GuidedScorer, self.policy)
+        reading = policy.score(models, batch, read, scorers, guidance)
+        return routing.plain(reading), routing.told(self.routing, reading, batch)
 
     def loss(
-        self, trainable: Params, models: Models, micro: Taken
-    ) -> tuple[Float[Array, ""], dict[str, Tally]]:
-        """The part of the update's loss that one micro-batch adds; differentiable by
-        ``trainable``, which is laid over the learner in ``models``."""
+        self, trainable: Params, models: Models, micro: Taken, balance: Balance | None
+    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Tally], Loads | None]]:
+        """The part of the update's loss that one micro-batch adds, differentiable by
+        ``trainable``, which is laid over the learner in ``models``; beside it the same without the
+        balance term."""
         batch, observed, credit = micro
         assert credit is not None
         fixed = {who: jax.lax.stop_gradient(params) for who, params in models.items()}
         models = {**fixed, self.who: {**fixed[self.who], **trainable}}
-        reading = self.policy.score(models, batch, self.verbs.read, self.verbs.scorers)
-        token_loss, diagnostics = self.verbs.loss(_select(reading, batch), batch, observed, credit)
-        return (token_loss * credit.weight).sum(), _tallies(diagnostics, batch, credit)
+        share = None if balance is None else balance.share
+        verbs = self.verbs
+        reading, loads = self.score(models, batch, verbs.read, verbs.scorers, share)
+        token_loss, diagnostics = verbs.loss(_select(reading, batch), batch, observed, credit)
+        loss = objective = (token_loss * credit.weight).sum()
+        if balance is not None and loads is not None:
+            objective = loss + balance.factor * loads.balance
+        return objective, (loss, _tallies(diagnostics, batch, credit), loads)
 
     def gradient(
-        self, trainable: Params, models: Models, taken: Taken, parts: int
-    ) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
-        """Loss of one update, its gradient by ``trainable`` (at least float32), and tallies."""
+        self, trainable: Params, models: Models, taken: Taken, parts: int, start: Loads | None
+    ) -> tuple[Float[Array, ""], Params, dict[str, Tally], Loads | None]:
+        """Loss of one update, its gradient by ``trainable`` (at least float32), tallies and loads;
+        ``start`` are the loads of the take's start."""
+        balance = self._balance(taken[0], start)
 
-        def value(micro: Taken) -> tuple[Float[Array, ""], Params, dict[str, Tally]]:
+        def value(micro: Taken) -> tuple[Any, Params, dict[str, Tally]]:
             differentiate = jax.value_and_grad(self.loss, has_aux=True)
-            (loss, tallies), grads = differentiate(trainable, models, micro)
-            return loss, self._wide(grads), tallies
+            (_, (loss, tallies, loads)), grads = differentiate(trainable, models, micro, balance)
+            return (loss, jax.lax.stop_gradient(loads)), self._wide(grads), tallies
 
         def add(total: Any, micro: Taken) -> tuple[Any, None]:
-            loss, grads, tallies = value(micro)
+            sums, grads, tallies = value(micro)
             grads = self._wide(jax.tree.map(jnp.add, total[1], grads))
-            return (total[0] + loss, grads, combine(total[2], tallies)), None
+            sums = jax.tree.map(jnp.add, total[0], sums)
+            return (sums, grads, combine(total[2], tallies)), None
 
         micros = cut_taken(taken, parts, self.rows)
         shapes = jax.eval_shape(value, jax.tree.map(lambda x: x[0], micros))
-        loss, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
-        start = loss, self._wide(grads), {name: nothing() for name in shapes[2]}
-        return jax.lax.scan(add, start, micros)[0]
+        sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
+        first = sums, self._wide(grads), {name: nothing() for name in shapes[2]}
+        ((loss, loads), grads, tallies), _ = jax.lax.scan(add, first, micros)
+        return loss, grads, tallies, loads
+
+    def _balance(self, batch: Batch, start: Loads | None) -> Balance | None:
+        """The balance term of an update, if it is asked for."""
+        if self.routing is None or not self.routing.balance_weight or start is None:
+            return None
+        tokens = jnp.maximum(routing.counted(batch).sum(), 1)
+        return Balance(routing.shares(start), self.routing.balance_weight / tokens)
 
     def _wide(self, grads: Params) -> Params:
         """Gradients live where their parameters do: without saying so, the sum is replicated."""

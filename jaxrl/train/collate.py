@@ -172,7 +172,7 @@ def _facts(
     placed: Mapping[int, Rollout], needs: Sequence[str], rows: int, tokens: int, algorithm: str
 ) -> dict:
     """Facts that the algorithm asked for, 0 in empty slots. Those whose names begin with ``token_``
-    have a number for each token and are padded with 0, others go as they are. None where nothing
+    have an entry for each token and are padded with 0, others go as they are. None where nothing
     is placed: then nobody knows their shapes. Raises ValueError naming the fact that is missing or
     of another shape."""
     facts = {}
@@ -187,12 +187,17 @@ def _facts(
         values = {row: _fact(name, rollout) for row, rollout in placed.items()}
         if name.startswith(TOKEN_FACT):
             for row, rollout in placed.items():
-                if values[row].shape != (length := len(rollout.tokens),):
+                length = len(rollout.tokens)
+                if values[row].shape[:1] != (length,):
                     raise ValueError(
                         f"the fact {name!r} of group {rollout.group_id} sample {rollout.sample} "
-                        f"has shape {values[row].shape}; allowed: ({length},), one for each token"
+                        f"has shape {values[row].shape}; allowed: ({length}, ...), an entry for "
+                        "each token"
                     )
-            values = {r: np.pad(value, (0, tokens - len(value))) for r, value in values.items()}
+            values = {
+                row: np.pad(value, ((0, tokens - len(value)), *((0, 0),) * (value.ndim - 1)))
+                for row, value in values.items()
+            }
         shapes = {value.shape for value in values.values()}
         if len(shapes) > 1:
             raise ValueError(

@@ -24,14 +24,16 @@ from jaxrl.model.sampler import Sampler
 from jaxrl.model.versions import write_weights
 from jaxrl.pool.characters import CharacterTokenizer
 from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
+from jaxrl.pool.published_tokenizer import PublishedTokenizer
 from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import TaskSource
-from jaxrl.train import optimizer, roles
+from jaxrl.train import optimizer, roles, routing
 from jaxrl.train.accounts import Account
 from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
 from jaxrl.train.collate import Shown, collate
 from jaxrl.train.metrics import Logger, Progress, samples_table
+from jaxrl.train.routing import RoutingConfig
 from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
 from jaxrl.train.step import Step, make_step
@@ -57,7 +59,7 @@ class Compilation:
 COMPILATION = Compilation()
 
 
-Reader = SentencePieceTokenizer | CharacterTokenizer
+Reader = SentencePieceTokenizer | CharacterTokenizer | PublishedTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +266,27 @@ def views_of(parts: Parts, phase: Phase, algorithm: Algorithm) -> Shown:
     return Shown(templates, phase.train.view_token_buckets, parts.tokenizer)
 
 
+def routing_of(phase: Phase) -> RoutingConfig | None:
+    """How a phase's experts are trained; None of a dense model. ValueError naming the fields that
+    ask for routes which nobody records."""
+    experts = phase.model.experts.count
+    replay = phase.train.routes == "replayed"
+    recorded = phase.sampler.record_routes and phase.pool.kind == "local"
+    if replay and not (experts and recorded):
+        raise ValueError(
+            f"phases.{phase.name}: train.routes='replayed'; allowed: 'free', or "
+            "sampler.record_routes=True, pool.kind='local' and a model with experts"
+        )
+    if phase.train.balance_weight and not experts:
+        raise ValueError(
+            f"phases.{phase.name}: train.balance_weight={phase.train.balance_weight!r}; allowed: 0 "
+            "(model.experts.count=0)"
+        )
+    if not experts:
+        return None
+    return RoutingConfig(experts, recorded, replay, phase.train.balance_weight)
+
+
 def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
     """A phase's algorithm and step.
 
@@ -279,6 +302,10 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
             f"prompt and its response, {longest} tokens (sampler.prompt_buckets + max_new_tokens + "
             "pool.max_feedback_tokens)"
         )
+    routed = routing_of(phase)
+    if routed is not None:
+        _, frozen = optimizer.split(parts.policy.shapes, phase.optimizer.freeze)
+        routing.refuse_pointless_balance(routed, sorted(frozen))
     step = make_step(
         parts.policy,
         algorithm,
@@ -289,6 +316,7 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
         micro_rollouts=phase.train.micro_rollouts,
         rollouts_per_group=phase.pool.rollouts_per_group,
         lesson_txs=roles.learners(phase, algorithm),
+        routed=routed,
     )
     step.plan(phase.train.groups * phase.pool.rollouts_per_group)
     views_of(parts, phase, algorithm)
@@ -307,13 +335,14 @@ def lay_out(
     parts: Parts, phase: Phase, algorithm: Algorithm, groups: Sequence[Group]
 ) -> tuple[Batch, dict[str, float]]:
     """Groups as a Batch on the mesh, and what collate counted."""
+    routed = routing_of(phase)
     batch, counts = collate(
         groups,
         token_buckets=phase.train.token_buckets,
         groups_per_step=phase.train.groups,
         rollouts_per_group=phase.pool.rollouts_per_group,
         minibatches=phase.train.minibatches,
-        needs=algorithm.needs,
+        needs=(*algorithm.needs, *(routed.needs if routed else ())),
         algorithm=phase.algorithm["name"],
         shown=views_of(parts, phase, algorithm),
     )

@@ -114,8 +114,8 @@ def build(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def split(
-    params: Mapping[str, jax.Array], freeze: Sequence[str]
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    params: Mapping[str, Any], freeze: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(trainable, frozen): a parameter is frozen when any of the regular expressions is found in
     its name.
 

@@ -11,9 +11,10 @@ import optax
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.algorithms.contract import Algorithm
 from jaxrl.model import novelty
+from jaxrl.model.form import ModelConfig
 from jaxrl.model.policy import NOVELTY, VALUE, Policy
-from jaxrl.model.transformer import ModelConfig
 from jaxrl.train import optimizer
+from jaxrl.train.routing import ORIGIN, ROUTER
 from jaxrl.train.settings import Phase
 from jaxrl.train.state import Role, roles_of, scorer
 
@@ -48,13 +49,19 @@ def learners(phase: Phase, algorithm: Algorithm) -> dict[str, optax.GradientTran
     return {who: optimizer.build(phase.scorers.optimizer(who)) for who, _ in algorithm.lessons}
 
 
+def beside(phase: Phase) -> set[str]:
+    """Roles that no algorithm reads, but metrics do."""
+    return {ORIGIN} if phase.model.experts.count else set()
+
+
 def build(
     phase: Phase, policy: Policy, student: Params, teacher: Params | None, key: jax.Array
 ) -> dict[str, Role]:
     """The roles that the phase's algorithm reads, besides student and reference.
 
     ``self`` starts as the student, in float32 at least: its steps are too small for less; ``value``
-    as the student's trunk with an output of 0; ``novelty`` is drawn anew. ``teacher`` are its
+    as the student's trunk with an output of 0; ``novelty`` is drawn anew; ``router_origin`` are the
+    student's routers as they are now. ``teacher`` are its
     weights, if the algorithm reads one.
     """
     algorithm = algorithms.load(**phase.algorithm)
@@ -80,4 +87,6 @@ def build(
         params = novelty.init(key, layers=layers, width=width, hidden=hidden)
         fixed = (f"^{novelty.FROZEN}", *freeze[NOVELTY])
         made[NOVELTY] = scorer(params, tx=txs.get(NOVELTY), freeze=fixed)
+    if phase.model.experts.count:
+        made[ORIGIN] = scorer({name: x for name, x in student.items() if ROUTER.search(name)})
     return made

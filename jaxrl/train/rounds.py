@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,20 +13,21 @@ from ml_collections import ConfigDict
 
 from jaxrl import mesh
 from jaxrl.algorithms import contract as algorithms
-from jaxrl.model import policy
+from jaxrl.model import policy, pretrained
 from jaxrl.model.policy import Policy
 from jaxrl.model.sampler import Sampler
-from jaxrl.model.versions import check_weights, read_weights, write_weights
+from jaxrl.model.versions import write_weights
 from jaxrl.pool import filtering, recorded
 from jaxrl.pool.characters import WIDTHS, train_characters
 from jaxrl.pool.contract import Annotate, RolloutPool
 from jaxrl.pool.local import LocalPool
+from jaxrl.pool.published_tokenizer import PublishedTokenizer
 from jaxrl.pool.recorded import NoRecords, RecordedPool
 from jaxrl.pool.rollout import Rollout
 from jaxrl.pool.shards import of_shard
 from jaxrl.pool.tokenizer import train_sentencepiece
 from jaxrl.tasks.contract import TaskSource
-from jaxrl.train import curriculum, loop, optimizer, report, roles, settings
+from jaxrl.train import curriculum, loop, optimizer, report, roles, settings, starts
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Parts, Reader
 from jaxrl.train.metrics import Logger, Progress
@@ -63,7 +64,8 @@ def pool_folder(phase: Phase, root: epath.Path) -> epath.Path:
 def assemble(phases: list[Phase], root: epath.Path) -> Parts:
     """Task, tokenizer, mesh, policy and sampler: the same in all phases of a run.
 
-    The tokenizer is trained on the train split's text, to the same bytes each time.
+    A tokenizer that is not published is trained on the train split's text, to the same bytes each
+    time.
     """
     phase = phases[0]
     task, folder = phase.task, pool_folder(phase, root)
@@ -90,12 +92,23 @@ def assemble(phases: list[Phase], root: epath.Path) -> Parts:
         slots=phase.sampler.slots,
         prompt_buckets=phase.sampler.prompt_buckets,
         max_new_tokens=phase.sampler.max_new_tokens,
+        record_routes=phase.sampler.record_routes,
     )
     return Parts(devices, student, sampler, source, tokenizer)
 
 
 def read_by(name: str, source: TaskSource, phase: Phase, folder: epath.Path) -> Reader:
-    """The tokenizer of a name of the config, made from the text of the train split."""
+    """The tokenizer of a name of the config: made from the text of the train split, or published,
+    at a path with a /. ValueError naming the fields if that cannot be opened as they ask."""
+    if "/" in name:
+        chat, system = phase.pool.chat, phase.pool.system
+        try:
+            return PublishedTokenizer(name, chat=chat, system=system)
+        except ValueError as error:
+            field = "pool" if name == phase.pool.tokenizer else "scorers.teacher"
+            raise ValueError(
+                f"{field}.tokenizer={name!r}, pool.chat={chat!r}, pool.system={system!r}: {error}"
+            ) from error
     texts = [text for one in source.tasks("train") for text in (one.prompt, one.answer)]
     if name in WIDTHS:
         return train_characters(texts, WIDTHS[name])
@@ -114,7 +127,7 @@ def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: An
         params,
         optimizer.build(phase.optimizer),
         freeze=phase.optimizer.freeze,
-        roles=roles_of(algorithms.load(**phase.algorithm)),
+        roles=roles_of(algorithms.load(**phase.algorithm)) | roles.beside(phase),
         key=key,
         step=phase.first_step,
         others=roles.build(phase, model, params, teacher, jax.random.fold_in(key, 1)),
@@ -139,42 +152,44 @@ def needs_teacher(phase: Phase) -> bool:
 
 def stored(name: str, root: epath.Path) -> epath.Path:
     """Where weights are that a config names by an earlier phase or by their directory."""
-    return epath.Path(name) if "/" in name else root / "phases" / name
+    return pretrained.locate(name) if "/" in name else root / "phases" / name
 
 
 def check_stored(phase: Phase, parts: Parts, root: epath.Path) -> None:
-    """ValueError for a directory, named by the config, whose weights do not fit: not a phase
-    later."""
-    named = {"train.start": (phase.train.start, parts.policy.shapes)}
+    """ValueError for weights, named by the config, that do not fit: not a phase later."""
+    named = {"train.start": (phase.train.start, parts.policy)}
     if needs_teacher(phase):
         form = parts.policy.form_of(roles.TEACHER)
-        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, form.shapes)
+        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, form)
     if reader := text_reader(phase, parts, root):
-        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, reader[0].shapes)
-    for field, (path, shapes) in named.items():
+        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, reader[0])
+    for field, (path, form) in named.items():
         if "/" not in path:
             continue
         try:
-            check_weights(path, shapes)
+            # What the first phase starts from is read at once, and its numbers are looked at then.
+            starts.check(stored(path, root), form, values=phase.first_step > 0)
         except ValueError as error:
             raise ValueError(f"phases.{phase.name}: {field}: {error}") from error
 
 
 def begin(
-    phase: Phase, parts: Parts, root: epath.Path, previous: dict[str, jax.Array] | None
+    phase: Phase,
+    parts: Parts,
+    root: epath.Path,
+    previous: dict[str, jax.Array] | None,
+    note: Callable[[str], None] = print,
 ) -> TrainState:
     """The first state, where the step wants it. ``previous`` is the student of the phase before."""
     student, params = parts.policy, previous
     if phase.train.start not in STARTS:
-        path = stored(phase.train.start, root)
-        params, _ = read_weights(path, student.shardings, shapes=student.shapes)
+        params = starts.read(stored(phase.train.start, root), student, phase.seed, note)
     elif params is None:
         params = student.init(jax.random.key(phase.seed))
     teacher = None
     if needs_teacher(phase):
         form = student.form_of(roles.TEACHER)
-        path = stored(phase.scorers.teacher.weights, root)
-        teacher, _ = read_weights(path, form.shardings, shapes=form.shapes)
+        teacher = starts.read(stored(phase.scorers.teacher.weights, root), form, phase.seed, note)
     return place(fresh(phase, student, params, teacher), student, parts.mesh)
 
 
@@ -244,8 +259,7 @@ def text_teacher(phase: Phase, parts: Parts, root: epath.Path) -> Annotate | Non
     if reader is None:
         return None
     form, tokenizer = reader
-    path = stored(phase.scorers.teacher.weights, root)
-    params, _ = read_weights(path, form.shardings, shapes=form.shapes)
+    params = starts.read(stored(phase.scorers.teacher.weights, root), form, phase.seed, print)
     return annotator(form, params, own=parts.tokenizer, other=tokenizer)
 
 
@@ -377,14 +391,15 @@ def _schedule(
     if restored:
         state, current = restored.state, restored.host["phase"]
     else:
-        state = begin(phases[0], parts, books.workdir.root, None)
+        state = begin(phases[0], parts, books.workdir.root, None, books.progress.note)
         current = names[0]
     before: dict[str, Any] = {}
     for phase in phases[names.index(current) :]:
         pool = open_pool(phase, parts, books)
         try:
             if phase.name != current:
-                state = begin(phase, parts, books.workdir.root, state.roles[STUDENT].all)
+                student, note = state.roles[STUDENT].all, books.progress.note
+                state = begin(phase, parts, books.workdir.root, student, note)
             elif restored:
                 pool.restore(restored.host["pool"])
                 pool.commit(restored.step - 1)  # a crash may have come between the two

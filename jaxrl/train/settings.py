@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from jaxrl.model.transformer import ModelConfig
+from jaxrl.model import form
+from jaxrl.model.form import ModelConfig
 from jaxrl.pool.characters import WIDTHS
 from jaxrl.train import views
 from jaxrl.train.curriculum import CurriculumConfig
@@ -37,6 +38,15 @@ def _one_of(section: str, record: Any, field: str, allowed: tuple[str, ...]) -> 
     value = record.__dict__[field]
     if value not in allowed:
         raise ValueError(f"{section}.{field}={value!r} is unknown; allowed: {', '.join(allowed)}")
+
+
+def _tokenizer(section: str, record: Any, made: tuple[str, ...]) -> None:
+    value = record.tokenizer
+    if value not in made and "/" not in value:
+        raise ValueError(
+            f"{section}.tokenizer={value!r} is unknown; allowed: {', '.join(made)}, or a published "
+            "tokenizer (a path with a /)"
+        )
 
 
 def _ladder(section: str, record: Any, field: str) -> None:
@@ -88,11 +98,24 @@ class PoolConfig:
     record: bool
     tokenizer: str
     tokenizer_vocab_size: int
+    chat: Literal["off", "template"]
+    system: str
     watchdog_s: float
 
     def __post_init__(self) -> None:
         _one_of("pool", self, "kind", ("local", "recorded"))
-        _one_of("pool", self, "tokenizer", TOKENIZERS)
+        _tokenizer("pool", self, TOKENIZERS)
+        _one_of("pool", self, "chat", ("off", "template"))
+        if self.chat == "template" and "/" not in self.tokenizer:
+            raise ValueError(
+                f"pool.chat='template' with pool.tokenizer={self.tokenizer!r}; allowed: 'off', or "
+                "a published tokenizer (a path with a /)"
+            )
+        if self.system and self.chat == "off":
+            raise ValueError(
+                f"pool.system={self.system!r} with pool.chat='off'; allowed: '', or "
+                "pool.chat='template'"
+            )
         _positive("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
         _positive(
             "pool", self, "demonstrations", "epochs", "publish_every_steps", "max_refills", least=0
@@ -118,6 +141,7 @@ class SamplerConfig:
     max_new_tokens: int
     prompt_buckets: tuple[int, ...]
     slots: int
+    record_routes: bool
 
     def __post_init__(self) -> None:
         _positive("sampler", self, "max_new_tokens", "slots")
@@ -141,11 +165,16 @@ class TrainConfig:
     token_buckets: tuple[int, ...]
     view_token_buckets: tuple[int, ...]
     start: str
+    routes: str
+    balance_weight: float
     curriculum: CurriculumConfig
 
     def __post_init__(self) -> None:
         _positive("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
         _ladder("train", self, "token_buckets")
+        _one_of("train", self, "routes", ("free", "replayed"))
+        if not self.balance_weight >= 0:
+            raise ValueError(f"train.balance_weight={self.balance_weight!r}; allowed: >= 0")
         if self.view_token_buckets:
             _ladder("train", self, "view_token_buckets")
 
@@ -174,7 +203,7 @@ class TeacherConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self) -> None:
-        _one_of("scorers.teacher", self, "tokenizer", ("", *TOKENIZERS))
+        _tokenizer("scorers.teacher", self, ("", *TOKENIZERS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,9 +337,13 @@ def _overridden(base: dict[str, Any], override: Mapping[str, Any], where: str) -
 def _differing(section: str, kind: Any, base: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
     """A section like ``base``, whose errors name the one that says what differs."""
     try:
-        return kind(**{**base, **own})
+        return kind({**base, **own})
     except (TypeError, ValueError) as error:
         raise type(error)(f"{section}: {error}") from error
+
+
+def _optimizer(fields: Mapping[str, Any]) -> OptimizerConfig:
+    return OptimizerConfig(**fields)
 
 
 def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
@@ -322,10 +355,10 @@ def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
 
     def optimizer(who: str) -> OptimizerConfig:
         own = {"freeze": (), **fields[who]["optimizer"]}
-        return _differing(f"scorers.{who}", OptimizerConfig, sections["optimizer"], own)
+        return _differing(f"scorers.{who}", _optimizer, sections["optimizer"], own)
 
     teacher = fields["teacher"]
-    model = _differing("scorers.teacher", ModelConfig, sections["model"], teacher["model"])
+    model = _differing("scorers.teacher", form.read, sections["model"], teacher["model"])
     return ScorersConfig(
         average=AverageConfig(**fields["self"]),
         teacher=TeacherConfig(**{**teacher, "model": model, "optimizer": optimizer("teacher")}),
@@ -376,6 +409,17 @@ def _reread(resolved: list[Phase], phase: Phase) -> None:
         raise ValueError(f"{where}: pool.local_dir differs; allowed: {kept.local_dir!r}")
 
 
+def _read_alike(resolved: list[Phase], phase: Phase) -> None:
+    """Check that a phase reads and asks as the first one does: its parts serve all phases."""
+    for field in ("tokenizer", "tokenizer_vocab_size", "chat", "system"):
+        value, first = (one.pool.__dict__[field] for one in (phase, [*resolved, phase][0]))
+        if value != first:
+            raise ValueError(
+                f"phases.{phase.name}: pool.{field}={value!r}; allowed: {first!r}, as in the "
+                "first phase"
+            )
+
+
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
     moving = CurriculumConfig(**sections["train"]["curriculum"])
     train = TrainConfig(**{**sections["train"], "curriculum": moving})
@@ -384,18 +428,21 @@ def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
             f"phases.{name}: train.curriculum.move={moving.move!r} with "
             f"pool.kind={sections['pool']['kind']!r}; allowed: 'off', or pool.kind='local'"
         )
-    for axis in ("expert", "context"):
-        if sections["mesh"][axis] != 1:
-            raise ValueError(
-                f"mesh.{axis}={sections['mesh'][axis]!r}; allowed: 1 (a dense model on whole rows "
-                "has nothing to split there)"
-            )
+    if sections["mesh"]["context"] != 1:
+        raise ValueError(
+            f"mesh.context={sections['mesh']['context']!r}; allowed: 1 (rows are not split)"
+        )
+    if sections["mesh"]["expert"] != 1 and not sections["model"]["experts"]["count"]:
+        raise ValueError(
+            f"mesh.expert={sections['mesh']['expert']!r}; allowed: 1 (model.experts.count=0: a "
+            "dense model has no experts to split)"
+        )
     return Phase(
         name=name,
         first_step=first_step,
         last_step=first_step + train.steps,
         seed=sections["seed"],
-        model=ModelConfig(**sections["model"]),
+        model=form.read(sections["model"]),
         mesh=sections["mesh"],
         task=TaskConfig(**sections["task"]),
         pool=PoolConfig(**sections["pool"]),
@@ -441,5 +488,6 @@ def phases(config: ConfigDict) -> list[Phase]:
         phase = _phase(name, merged, resolved[-1].last_step if resolved else 0)
         _refer(resolved, phase)
         _reread(resolved, phase)
+        _read_alike(resolved, phase)
         resolved.append(phase)
     return resolved

@@ -1,4 +1,5 @@
-"""The one jitted step: any algorithm, any policy, any mesh of ``data``, ``fsdp`` and ``tensor``.
+"""The one jitted step: any algorithm, any policy, any mesh of ``data``, ``fsdp``, ``tensor`` and
+``expert``.
 
     observe     scorers that the credit or the loss needs, no gradient, in micro-batches
     credit      once, over the whole take
@@ -27,8 +28,9 @@ from jaxtyping import Array, Bool
 from jaxrl.algorithms.contract import Algorithm, Reading
 from jaxrl.batch import Batch
 from jaxrl.mesh import ways
-from jaxrl.train import accumulate
+from jaxrl.train import accumulate, routing
 from jaxrl.train.accumulate import ADVANTAGE, ADVANTAGE_SQUARE, Models, Taken, Tally, tally
+from jaxrl.train.routing import Loads, RoutingConfig
 from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, shardings
 
 Metrics = dict[str, Array]
@@ -96,6 +98,7 @@ class Report:
     empty: Bool[Array, ""]
     numbers: dict[str, Tally]
     tallies: dict[str, Tally]
+    loads: Loads | None  # of a student with experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +121,13 @@ class Step:
         mesh: Mesh,
         cuts: Mapping[str, int],
         lesson_txs: Mapping[str, optax.GradientTransformation],
+        routed: RoutingConfig | None,
     ) -> None:
         self.policy, self.algorithm, self.mesh = policy, algorithm, mesh
         self.cuts = cuts
-        self.student = Learner(STUDENT, accumulate.Passes(policy, algorithm, mesh, STUDENT), tx)
+        self.needs = (*algorithm.needs, *(routed.needs if routed else ()))
+        passes = accumulate.Passes(policy, algorithm, mesh, STUDENT, routed)
+        self.student = Learner(STUDENT, passes, tx)
         self.pupils = [
             Learner(who, accumulate.Passes(policy, lesson, mesh, who), lesson_txs[who])
             for who, lesson in algorithm.lessons
@@ -146,7 +152,7 @@ class Step:
         """Run one take. One without a rollout changes nothing but the count of takes: it carries no
         facts, and without their shapes there is nothing to compile.
         """
-        if set(self.algorithm.needs) - set(batch.facts):
+        if set(self.needs) - set(batch.facts):
             updates = self.plan(batch.valid.shape[0]).updates
             passed = dataclasses.replace(state, step=_next(state.step))
             return passed, nothing_taken(updates)
@@ -157,24 +163,31 @@ class Step:
         split = ways(self.mesh, self.policy.rules["rows"])
         return Plan(rollouts=rollouts, coupled=self.algorithm.coupled, ways=split, **self.cuts)
 
-    def observe(self, models: Models, batch: Batch, plan: Plan) -> Reading:
-        """What the algorithm observes with these parameters."""
+    def observe(self, models: Models, batch: Batch, plan: Plan) -> tuple[Reading, Loads | None]:
+        """What the algorithm observes with these parameters, and the loads of its experts."""
         parts = batch.valid.shape[0] // plan.micro
         return self.student.passes.observe(self.algorithm, models, batch, parts)
 
     def update(
-        self, learner: Learner, role: Role, others: Models, taken: Taken, plan: Plan
+        self,
+        learner: Learner,
+        role: Role,
+        others: Models,
+        taken: Taken,
+        plan: Plan,
+        begun: Loads | None,
     ) -> tuple[Role, Report]:
         """One update of a role from the rollouts of ``taken``; the same role if skipped."""
         batch, observed, credit = taken
         models = {**others, learner.who: role.all}
         if credit is None:  # refresh = "update"; what came with the batch is the start of the take
             start = {f"start/{name}": x for name, x in observed.items()}
-            now = observed if plan.updates == 1 else self.observe(models, batch, plan)
+            now = observed if plan.updates == 1 else self.observe(models, batch, plan)[0]
             observed = {**now, **start}
             credit = self.algorithm.credit(batch, observed)
-        loss, grads, tallies = learner.passes.gradient(
-            role.params, models, (batch, observed, credit), plan.update // plan.micro
+        parts = plan.update // plan.micro
+        loss, grads, tallies, loads = learner.passes.gradient(
+            role.params, models, (batch, observed, credit), parts, begun
         )
         norm = optax.tree.norm(grads)
         empty = ~(credit.weight != 0).any()
@@ -191,11 +204,17 @@ class Step:
             empty=empty,
             numbers={name: tally(x, made) for name, x in numbers.items()},
             tallies={name: t.only_if(made) for name, t in tallies.items()},
+            loads=loads,
         )
         return dataclasses.replace(role, params=params, opt_state=opt_state), report
 
     def updates(
-        self, learner: Learner, roles: Mapping[str, Role], taken: Taken, plan: Plan
+        self,
+        learner: Learner,
+        roles: Mapping[str, Role],
+        taken: Taken,
+        plan: Plan,
+        begun: Loads | None,
     ) -> tuple[Role, dict[str, Role], Report]:
         """All updates of a take: the learner after them, the roles that followed it, reports."""
         follows = learner.who == STUDENT
@@ -205,7 +224,7 @@ class Step:
         def update(carry: Any, part: Taken) -> tuple[Any, Report]:
             role, behind = carry
             others = {**still, **{who: each.all for who, each in behind.items()}}
-            role, report = self.update(learner, role, others, part, plan)
+            role, report = self.update(learner, role, others, part, plan, begun)
             return (role, {w: follow(r, role, report.made) for w, r in behind.items()}), report
 
         def epoch(carry: Any, _: None) -> tuple[Any, Report]:
@@ -221,7 +240,8 @@ class Step:
         plan = self.plan(batch.valid.shape[0])
         batch = accumulate.sanitised(batch)
         roles = dict(state.roles)
-        observed = self.observe({who: role.all for who, role in roles.items()}, batch, plan)
+        models = {who: role.all for who, role in roles.items()}
+        observed, begun = self.observe(models, batch, plan)
 
         def cut(credit: Any) -> Taken:
             rows = self.student.passes.rows
@@ -229,16 +249,23 @@ class Step:
 
         once = self.algorithm.refresh == "take"
         credit = self.algorithm.credit(batch, observed) if once else None
-        student, behind, reports = self.updates(self.student, roles, cut(credit), plan)
+        student, behind, reports = self.updates(self.student, roles, cut(credit), plan, begun)
         metrics = (
             report_metrics(reports)
             | batch_metrics(batch, observed)
             | optimizer_metrics(roles[STUDENT].params, student)
         )
+        if begun is not None and reports.loads is not None:
+            loads = jax.tree.map(lambda x: x.sum((0, 1)), reports.loads)
+            routed = self.student.passes.routing
+            assert routed is not None
+            metrics |= routing.metrics(routed, begun, loads)
+            if origin := roles.get(routing.ORIGIN):
+                metrics |= routing.distance(origin.all, student.all)
         changed = {STUDENT: student, **behind}
         for pupil, (_, lesson) in zip(self.pupils, self.algorithm.lessons, strict=True):
             part = cut(lesson.credit(batch, observed))
-            changed[pupil.who], _, reports = self.updates(pupil, roles, part, plan)
+            changed[pupil.who], _, reports = self.updates(pupil, roles, part, plan, None)
             told = report_metrics(reports)
             metrics |= {f"{pupil.who}/{name}": value for name, value in told.items()}
         return TrainState(state.step + 1, state.key, roles | changed), finite(metrics)
@@ -269,6 +296,7 @@ def nothing_taken(updates: int) -> Metrics:
 
 def report_metrics(reports: Report) -> Metrics:
     """Numbers of all updates together, skipped ones left out."""
+    reports = dataclasses.replace(reports, loads=None)
     total = jax.tree.map(lambda x: x.sum((0, 1)), reports)
     peaks = {name: t.peak.max((0, 1)) for name, t in reports.tallies.items()}
     tallies = {name: dataclasses.replace(t, peak=peaks[name]) for name, t in total.tallies.items()}
@@ -337,6 +365,7 @@ def make_step(
     micro_rollouts: int,
     rollouts_per_group: int,
     lesson_txs: Mapping[str, optax.GradientTransformation] | None = None,
+    routed: RoutingConfig | None = None,
 ) -> Step:
     """The step of a phase.
 
@@ -344,7 +373,8 @@ def make_step(
     ``minibatches`` equal updates at group borders and walked through ``epochs`` times; an update
     goes through the model ``micro_rollouts`` at a time. ``lesson_txs`` are the optimizers of other
     roles that the algorithm trains; ValueError naming those that lack. Cuts that do not fit raise
-    ValueError (see ``Plan``) when the first batch comes.
+    ValueError (see ``Plan``) when the first batch comes. ``routed`` is given for a student with
+    experts.
     """
     cuts = {
         "epochs": epochs,
@@ -359,4 +389,4 @@ def make_step(
     lacking = sorted(set(pupils) - set(lesson_txs))
     if lacking:
         raise ValueError(f"the algorithm trains {lacking}; allowed: roles with an optimizer")
-    return Step(policy, algorithm, tx, mesh, cuts, lesson_txs)
+    return Step(policy, algorithm, tx, mesh, cuts, lesson_txs, routed)

@@ -141,7 +141,15 @@ def test_new_weights_replace_the_old_ones_whole(tmp_path):
 
 
 def test_nothing_is_served_before_the_first_weights():
-    sampler = Sampler(policy_on(), None, seed=0, slots=2, prompt_buckets=(4,), max_new_tokens=2)
+    sampler = Sampler(
+        policy_on(),
+        None,
+        seed=0,
+        slots=2,
+        prompt_buckets=(4,),
+        max_new_tokens=2,
+        record_routes=False,
+    )
     with pytest.raises(RuntimeError, match="no weights"):
         sampler.generate([request([1])])
 

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.model import transformer
+from jaxrl.model import form, transformer
+from jaxrl.model.layers import attend
 from jaxrl.model.policy import build
-from jaxrl.model.transformer import attend, bind
+from jaxrl.model.transformer import bind
 from tests.model.tiny import CONFIG, MESHES, numpy_logits, policy_on, seeded
 
 
@@ -42,7 +43,8 @@ def test_any_head_size_gives_the_reference_attention(size):
     right = jax.nn.dot_product_attention(
         query.swapaxes(1, 2), key.swapaxes(1, 2), value.swapaxes(1, 2), mask=mask[:, None]
     ).swapaxes(1, 2)
-    np.testing.assert_allclose(attend(query, key, value, mask), right, rtol=1e-5, atol=1e-5)
+    found = attend(query, key, value, mask, scale=size**-0.5)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_seed_gives_the_same_bits_on_every_mesh():
@@ -77,7 +79,7 @@ def test_every_parameter_has_logical_axes_and_a_name():
         assert len(axes) == len(policy.shapes[name].shape), name
 
 
-@pytest.mark.parametrize("remat", transformer.REMAT)
+@pytest.mark.parametrize("remat", form.REMAT)
 def test_remat_and_scan_change_nothing(remat, monkeypatch):
     policy, params = seeded()
     other = policy_on(remat=remat)

@@ -12,14 +12,13 @@ import numpy as np
 from jaxrl.batch import Batch, View
 from jaxrl.kernels.readings import taken_logp
 from jaxrl.mesh import Rules, make_mesh
+from jaxrl.model.form import ModelConfig, qwen3
 from jaxrl.model.policy import Policy, build
 from jaxrl.model.sampler import Sampler
-from jaxrl.model.transformer import ModelConfig
 from jaxrl.model.versions import write_weights
 from jaxrl.pool.rollout import Version
 
-CONFIG = ModelConfig(
-    family="qwen3",
+CONFIG = qwen3(
     vocab_size=20,
     layers=2,
     width=16,
@@ -30,7 +29,6 @@ CONFIG = ModelConfig(
     rope_theta=10_000.0,
     norm_epsilon=1e-6,
     tied_head=True,
-    outputs=0,
     dtype="float32",
     param_dtype="float32",
     remat="none",
@@ -120,7 +118,9 @@ def sampler_of(
     policy: Policy, params: Mapping[str, jax.Array], path: Any, **changes: Any
 ) -> Sampler:
     """A sampler that has loaded these weights from disk."""
-    settings: dict[str, Any] = dict(seed=3, slots=4, prompt_buckets=(4, 8), max_new_tokens=5)
+    settings: dict[str, Any] = dict(
+        seed=3, slots=4, prompt_buckets=(4, 8), max_new_tokens=5, record_routes=False
+    )
     sampler = Sampler(policy, policy.mesh, **{**settings, **changes})
     digest = write_weights(path / "v=0-0", params, epoch=0, step=0)
     sampler.load(Version(0, 0, digest), str(path / "v=0-0"))

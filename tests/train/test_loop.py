@@ -94,7 +94,8 @@ def test_a_verifier_without_an_answer_is_no_failure_of_the_policy(source, tmp_pa
 
 @pytest.mark.slow
 def test_a_take_without_a_group_is_a_skipped_step(tmp_path):
-    made = config("dapo", 2)  # first weights are never right: groups of equal rewards, refused
+    made = config("dapo", 2)
+    made.algorithm.dynamic_sampling = True  # first weights are never right: equal rewards, refused
     made.pool.max_refills = 1
     summary = rounds.run(made, str(tmp_path))
     assert summary["steps"] == 2

@@ -10,8 +10,8 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxrl.mesh import Rules
+from jaxrl.model.form import qwen3
 from jaxrl.model.policy import build
-from jaxrl.model.transformer import ModelConfig
 from jaxrl.pool.local import LocalPool
 from jaxrl.train import state as states
 from tests.model.tiny import policy_on, sampler_of
@@ -19,8 +19,7 @@ from tests.pool.scripted import Letters, Sums
 from tests.train.test_step import assert_same, grpo, gvpo
 from tests.train.toy import batch_of, mesh_of, random_groups, step_of
 
-SMALL = ModelConfig(
-    family="qwen3",
+SMALL = qwen3(
     vocab_size=8,
     layers=2,
     width=8,
@@ -31,7 +30,6 @@ SMALL = ModelConfig(
     rope_theta=10_000.0,
     norm_epsilon=1e-6,
     tied_head=True,
-    outputs=0,
     dtype="float32",
     param_dtype="float32",
     remat="none",

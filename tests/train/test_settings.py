@@ -166,3 +166,31 @@ def test_where_a_phase_may_start(start):
 def test_who_never_learns_has_no_optimizer(who):
     with pytest.raises(ValueError, match=f"'{who}' cannot learn; allowed: teacher, value, novelty"):
         last(config()).scorers.optimizer(who)
+
+
+@pytest.mark.parametrize(
+    ("pool", "match"),
+    [
+        ({"tokenizer": "runes"}, "pool.tokenizer='runes' .*or a published .*path with a /"),
+        ({"chat": "on"}, "pool.chat='on' is unknown; allowed: off, template"),
+        ({"chat": "template"}, "pool.chat='template' with pool.tokenizer='sentencepiece'"),
+        ({"tokenizer": "a/b", "system": "Hi."}, "pool.system='Hi.' with pool.chat='off'"),
+    ],
+)
+def test_a_chat_asks_for_a_published_tokenizer(pool, match):
+    made = config()
+    made.pool.update(pool)
+    with pytest.raises(ValueError, match=match):
+        settings.phases(made)
+
+
+@pytest.mark.parametrize(
+    "late", [{"tokenizer": "characters"}, {"tokenizer_vocab_size": 9}, {"system": "Hi."}]
+)
+def test_all_phases_read_alike(late):
+    made = config(pool=late)
+    made.pool.update({"tokenizer": "a/b", "chat": "template", "system": "Ho."})
+    late = late | ({"chat": "off", "system": ""} if "tokenizer" in late else {})
+    made.phases.late.pool.update(late)
+    with pytest.raises(ValueError, match="phases.late: pool.* allowed: .*as in the first phase"):
+        settings.phases(made)
