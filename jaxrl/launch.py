@@ -1,8 +1,11 @@
 """The only door: a config becomes a run.
 
     python -m jaxrl.launch --config configs/NAME.py[:variant] --workdir DIR [--config.field=value]
+        [--model_from CHECKPOINT]
 
 Starts the run that the config describes, or continues it where the newest checkpoint in DIR stands.
+With ``--model_from`` the form of the model is that of a published checkpoint; it is what stands in
+the run's config.json then, and --config.train.start=CHECKPOINT takes the weights too.
 """
 
 import sys
@@ -12,6 +15,9 @@ from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
 _WORKDIR = flags.DEFINE_string("workdir", None, "where the run is written: a folder or a bucket")
+_MODEL_FROM = flags.DEFINE_string(
+    "model_from", "", "a published checkpoint whose form fills config.model: a directory or .gguf"
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "show where an error was raised")
 
 
@@ -23,9 +29,12 @@ def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # the checkpoint library tells of every file
 
     # Only now, when the flags are understood: this starts jax.
+    from jaxrl.model import pretrained
     from jaxrl.train import rounds
 
     try:
+        if _MODEL_FROM.value:
+            _CONFIG.value.model.update(pretrained.read_config(_MODEL_FROM.value))
         rounds.run(_CONFIG.value, str(_WORKDIR.value))
     except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
         if _DEBUG.value:

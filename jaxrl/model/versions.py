@@ -72,9 +72,9 @@ def write_weights(
     (temporary / TENSORS).write_bytes(payload)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     for held_file in (temporary / TENSORS, temporary / MANIFEST, temporary):
-        _sync(held_file)
+        sync(held_file)
     temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     return digest
 
 
@@ -165,7 +165,7 @@ def _read_manifest(directory: epath.Path) -> dict[str, Any]:
     return manifest
 
 
-def _sync(path: epath.Path) -> None:
+def sync(path: epath.Path) -> None:
     """Flush a file or directory to the disk; object stores are durable once written."""
     if "://" in os.fspath(path):
         return
