@@ -1,20 +1,23 @@
 """A mixture of gated experts, drop-less: every route is computed, however uneven the load.
 
-    out = sum_j gate_j down_e(activation(gate_e(x)) * up_e(x)),  e = routes[j]
+    out = sum_j down_e(gate_j activation(gate_e(x)) * up_e(x)),  e = routes[j]
 
-A route of -1 loads nobody and adds 0; an expert without tokens has gradients of exactly 0. Rows are
-sorted by expert, so that the rows of one expert are a run, and multiplied run by run:
+A route of -1 loads nobody and adds 0; an expert without tokens has gradients of exactly 0. Routes
+are sorted by expert, so that the rows of one expert are a run. Two forms, equal in what they give:
 
-    padded  a loop over the experts, over blocks of each run: on CPU, where XLA turns ``ragged_dot``
-            into one dense matmul an expert
-    ragged  ``jax.lax.ragged_dot``: on TPU, which has a grouped matmul
+    padded  each run cut or padded to the same number of rows, a little above the mean, for one
+            batched matmul over all experts; what is beyond goes through a loop over blocks of one
+            expert each. On CPU, which turns ``ragged_dot`` into a dense matmul an expert.
+    ragged  ``jax.lax.ragged_dot``: on TPU, which has a grouped matmul.
 
-Nothing is scattered: rows move by a permutation and its inverse, one in each direction.
+A gate scales the inner activations, which are narrower than what comes out of an expert, and rows
+are fetched in both directions, never scattered, but for the few of the loop.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,116 +51,237 @@ def mixture(
     activation: Activation,
     matmul: str,
 ) -> Float[Array, "token embed"]:
-    """sum_j gates_j down_e(activation(x gate_e) * (x up_e)) with e = routes_j, in x's dtype.
+    """sum_j down_e(gates_j activation(x gate_e) * (x up_e)) with e = routes_j, in x's dtype.
 
-    Gates count in float32. On one device; ``auto`` goes by the default backend.
+    On one device; ``auto`` goes by the default backend. The sum over j is taken in float32.
     """
-    choices, experts = routes.shape[1], gate.shape[0]
-    padded = matmul_for(matmul, jax.default_backend()) == "padded"
-    flat = jnp.where(routes < 0, experts, routes).reshape(-1)
-    order = jnp.argsort(flat)  # row -> slot, a slot being a choice of a token
-    row = jnp.argsort(order)  # slot -> row
-    start = jnp.searchsorted(flat[order], jnp.arange(experts + 1)).astype(jnp.int32)
-    multiply = functools.partial(_padded if padded else _ragged, start=start)
-    rows = _moved(x, order, row, choices)
-    inner = activation(multiply(rows, gate)) * multiply(rows, up)
-    made = _moved(multiply(inner, down), row, order, 1)
-    made = made.reshape(*routes.shape, -1).astype(jnp.float32)
-    kept = (routes >= 0)[..., None]
-    return jnp.where(kept, gates[..., None] * made, 0).sum(1).astype(x.dtype)
+    form = matmul_for(matmul, jax.default_backend())
+    return _mixture(x, routes, gates, gate, up, down, activation, form, routes.size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _moved(x: Array, source: Array, target: Array, copies: int) -> Array:
-    """Row i is x[source[i] // copies]; target is the inverse of the permutation source, so that the
-    gradient is fetched too, where autodiff would scatter."""
-    return x[source // copies]
+def _mixture(
+    x: Array,
+    routes: Array,
+    gates: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    activation: Activation,
+    form: str,
+    expected: int,
+) -> Array:
+    """``expected`` routes are there, the others -1, as far as is known without looking."""
+    runs = _sorted(routes, gate.shape[0])
+    gates = gates.astype(jnp.float32)
+    if form == "ragged":
+        sizes = runs.start[1:] - runs.start[:-1]
+        slot = jnp.where(jnp.arange(routes.size) < runs.start[-1], runs.slot, -1)
+        row = jnp.where(routes < 0, -1, runs.row)
+
+        def multiply(rows: Array, weight: Array) -> Array:
+            return jax.lax.ragged_dot(rows, weight, sizes)
+
+        made = _through(x, gates, gate, up, down, slot, row, activation, multiply)
+    else:
+        mean = expected / gate.shape[0]
+        room = 8 * math.ceil((mean + math.sqrt(mean)) / 8)
+        block = min(max(8 * round(mean / 32), 8), 64)
+        made = _padded(x, gates, gate, up, down, runs, activation, room, block)
+    return made.astype(x.dtype)
 
 
-def _moved_forward(x: Array, source: Array, target: Array, copies: int) -> tuple[Array, Array]:
-    return x[source // copies], target
+class _Runs(NamedTuple):
+    """Slots (a slot is one choice of one token) sorted by their expert, those without one last."""
+
+    slot: Array  # of each sorted row
+    row: Array  # of each slot [token choice]
+    start: Array  # of each expert's run, then where the last one ends [expert + 1]
 
 
-def _moved_backward(copies: int, target: Array, g: Array) -> tuple[Array, None, None]:
-    g = g[target].reshape(-1, copies, g.shape[-1])
-    return g.astype(jnp.float32).sum(1).astype(g.dtype), None, None
+def _sorted(routes: Array, experts: int) -> _Runs:
+    expert = jnp.where(routes < 0, experts, routes).reshape(-1)
+    slot = jnp.argsort(expert).astype(jnp.int32)
+    counts = (expert[:, None] == jnp.arange(experts)).sum(0)
+    start = jnp.concatenate([jnp.zeros_like(counts[:1]), jnp.cumsum(counts)]).astype(jnp.int32)
+    return _Runs(slot, jnp.argsort(slot).astype(jnp.int32).reshape(routes.shape), start)
 
 
-_moved.defvjp(_moved_forward, _moved_backward)
-
-
-def _ragged(rows: Array, weight: Array, start: Array) -> Array:
-    """Rows beyond the last run are 0."""
-    made = jax.lax.ragged_dot(rows, weight, jnp.diff(start))
-    return jnp.where(jnp.arange(rows.shape[0])[:, None] < start[-1], made, 0)
-
-
-def _block(rows: int, experts: int) -> int:
-    """Rows of a block: a power of 2 near half of a mean run, so that little of it is padding."""
-    mean = max(rows // experts, 1)
-    return min(max(1 << (mean.bit_length() - 2), 8), 128) if mean > 1 else 8
+def _fetch(x: Array, index: Array) -> Array:
+    """x[index], 0 where index is -1."""
+    return jnp.where((index < 0)[..., None], 0, x[jnp.maximum(index, 0)])
 
 
 @jax.custom_vjp
-def _padded(rows: Array, weight: Array, start: Array) -> Array:
-    """rows[i] @ weight[e] for the run start[e] <= i < start[e + 1], block by block.
-
-    The surplus rows of a run's last block belong to the next run, which is computed afterwards.
-    """
-    size, block = rows.shape[0], _block(rows.shape[0], weight.shape[0])
-    rows = jnp.pad(rows, ((0, block), (0, 0)))
-
-    def expert(e: Array, made: Array) -> Array:
-        def one(i: Array, made: Array) -> Array:
-            at = start[e] + i * block
-            part = jax.lax.dynamic_slice_in_dim(rows, at, block) @ weight[e]
-            return jax.lax.dynamic_update_slice_in_dim(made, part, at, 0)
-
-        return jax.lax.fori_loop(0, -(-(start[e + 1] - start[e]) // block), one, made)
-
-    made = _zeros((size + block, weight.shape[2]), rows)
-    made = jax.lax.fori_loop(0, weight.shape[0], expert, made)[:size]
-    return jnp.where(jnp.arange(size)[:, None] < start[-1], made, 0)
+def _spread(x: Array, source: Array, places: Array) -> Array:
+    """Row i is x[source[i]]; places[j] are all rows made of x[j], so that the gradient of x[j] is a
+    sum of what is fetched from there, where autodiff would scatter."""
+    return _fetch(x, source)
 
 
-def _padded_forward(rows: Array, weight: Array, start: Array) -> tuple[Array, Any]:
-    return _padded(rows, weight, start), (rows, weight, start)
+@jax.custom_vjp
+def _collect(rows: Array, source: Array, places: Array) -> Array:
+    """The transpose of ``_spread``, in float32."""
+    return _fetch(rows, places).astype(jnp.float32).sum(1)
 
 
-def _padded_backward(kept: Any, g: Array) -> tuple[Array, Array, None]:
-    rows, weight, start = kept
-    d_rows = _padded(g, weight.swapaxes(1, 2), start)
-    return d_rows, _outer(rows, g, start).astype(weight.dtype), None
+_spread.defvjp(
+    lambda x, source, places: (_fetch(x, source), (source, places)),
+    lambda kept, g: (_collect(g, *kept).astype(g.dtype), None, None),
+)
+_collect.defvjp(
+    lambda rows, source, places: (
+        _collect(rows, source, places),
+        (source, places, jnp.zeros((), rows.dtype)),
+    ),
+    lambda kept, g: (_fetch(g.astype(kept[2].dtype), kept[0]), None, None),
+)
 
 
-def _outer(rows: Array, g: Array, start: Array) -> Array:
-    """rows^T g over each run, in float32: [expert, columns of rows, columns of g]."""
-    experts = start.size - 1
-    block = _block(rows.shape[0], experts)
-    rows, g = (jnp.pad(x, ((0, block), (0, 0))) for x in (rows, g))
-
-    def expert(e: Array, made: Array) -> Array:
-        def one(i: Array, total: Array) -> Array:
-            at = start[e] + i * block
-            mine = (at + jnp.arange(block) < start[e + 1])[:, None]
-            part = jnp.where(mine, jax.lax.dynamic_slice_in_dim(rows, at, block), 0)
-            return total + jnp.matmul(
-                part.T,
-                jax.lax.dynamic_slice_in_dim(g, at, block),
-                preferred_element_type=jnp.float32,
-            )
-
-        total = _zeros(made.shape[1:], made[0])
-        total = jax.lax.fori_loop(0, -(-(start[e + 1] - start[e]) // block), one, total)
-        return jax.lax.dynamic_update_index_in_dim(made, total, e, 0)
-
-    made = _zeros((experts, rows.shape[1], g.shape[1]), rows.astype(jnp.float32))
-    return jax.lax.fori_loop(0, experts, expert, made)
+def _expert(
+    rows: Array,
+    share: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    activation: Activation,
+    multiply: Callable[[Array, Array], Array],
+) -> Array:
+    inner = activation(multiply(rows, gate)) * multiply(rows, up)
+    return multiply((inner.astype(jnp.float32) * share).astype(rows.dtype), down)
 
 
-def _zeros(shape: tuple[int, ...], like: Array) -> Array:
-    """Zeros to fill in a loop, made of ``like`` so that they vary over the same mesh axes."""
-    return jnp.broadcast_to(jnp.where(True, 0, like[0, 0]), shape)
+def _through(
+    x: Array,
+    gates: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    slot: Array,
+    row: Array,
+    activation: Activation,
+    multiply: Callable[[Array, Array], Array],
+) -> Array:
+    """All rows through their experts, summed over each token's; float32."""
+    token = slot // row.shape[1]
+    rows = _spread(x, token, row)
+    share = _spread(gates.reshape(-1, 1), slot, row.reshape(-1, 1))
+    made = _expert(rows, share, gate, up, down, activation, multiply)
+    return _collect(made, token, row)
+
+
+def _batched(
+    x: Array,
+    gates: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    runs: _Runs,
+    activation: Activation,
+    room: int,
+) -> Array:
+    """The first ``room`` rows of each run, as one batch of equal matrices."""
+    experts = gate.shape[0]
+    sizes = runs.start[1:] - runs.start[:-1]
+    place = jnp.arange(room)
+    source = jnp.minimum(runs.start[:-1, None] + place, runs.slot.size - 1)
+    slot = jnp.where(place < sizes[:, None], runs.slot[source], -1).reshape(-1)
+    first = runs.start[:, None, None]
+    inside = (runs.row >= first[:-1]) & (runs.row < jnp.minimum(first[:-1] + room, first[1:]))
+    shift = room * jnp.arange(experts)[:, None, None] - first[:-1]
+    row = jnp.where(inside, runs.row + shift, 0).sum(0) - 1 + inside.any(0)
+
+    def multiply(rows: Array, weight: Array) -> Array:
+        rows = rows.reshape(experts, room, -1)
+        return jnp.matmul(rows, weight).reshape(experts * room, -1)
+
+    return _through(x, gates, gate, up, down, slot, row, activation, multiply)
+
+
+def _rest(runs: _Runs, room: int, block: int) -> tuple[Array, Callable[[Array], tuple]]:
+    """How many blocks hold what is beyond ``room``, and of a block its expert and its slots."""
+    sizes = runs.start[1:] - runs.start[:-1]
+    blocks = jnp.maximum(sizes - room + block - 1, 0) // block
+    last = jnp.cumsum(blocks)
+
+    def of(i: Array) -> tuple[Array, Array]:
+        e = (last <= i).sum()
+        row = runs.start[e] + room + (i - last[e] + blocks[e]) * block + jnp.arange(block)
+        slot = runs.slot[jnp.minimum(row, runs.slot.size - 1)]
+        return e, jnp.where(row < runs.start[e + 1], slot, -1)
+
+    return last[-1], of
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _padded(
+    x: Array,
+    gates: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    runs: _Runs,
+    activation: Activation,
+    room: int,
+    block: int,
+) -> Array:
+    return _padded_forward(x, gates, gate, up, down, runs, activation, room, block)[0]
+
+
+def _padded_forward(
+    x: Array,
+    gates: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    runs: _Runs,
+    activation: Activation,
+    room: int,
+    block: int,
+) -> tuple[Array, Any]:
+    batched = functools.partial(_batched, runs=runs, activation=activation, room=room)
+    made, pull = jax.vjp(batched, x, gates, gate, up, down)
+    blocks, of = _rest(runs, room, block)
+
+    def one(i: Array, made: Array) -> Array:
+        e, slot = of(i)
+        token = slot // gates.shape[1]
+        share = _fetch(gates.reshape(-1, 1), slot)
+        part = _expert(_fetch(x, token), share, gate[e], up[e], down[e], activation, jnp.matmul)
+        return made.at[_or_drop(token, x)].add(part.astype(made.dtype), mode="drop")
+
+    made = jax.lax.fori_loop(0, blocks, one, made)
+    return made, (pull, x, gates, gate, up, down, runs)
+
+
+def _or_drop(index: Array, x: Array) -> Array:
+    return jnp.where(index < 0, x.shape[0], index)
+
+
+def _padded_backward(activation: Activation, room: int, block: int, kept: Any, g: Array) -> tuple:
+    pull, x, gates, gate, up, down, runs = kept
+    grads = tuple(grad.astype(jnp.float32) for grad in pull(g))
+    blocks, of = _rest(runs, room, block)
+
+    def one(i: Array, grads: tuple) -> tuple:
+        d_x, d_gates, *d_weights = grads
+        e, slot = of(i)
+        token = slot // gates.shape[1]
+        share = _fetch(gates.reshape(-1, 1), slot)
+        part = functools.partial(_expert, activation=activation, multiply=jnp.matmul)
+        made, pull = jax.vjp(part, _fetch(x, token), share, gate[e], up[e], down[e])
+        d_rows, d_share, *d_own = pull(_fetch(g, token).astype(made.dtype))
+        d_x = d_x.at[_or_drop(token, x)].add(d_rows.astype(d_x.dtype), mode="drop")
+        flat = d_gates.reshape(-1)
+        flat = flat.at[_or_drop(slot, flat)].add(d_share[:, 0], mode="drop")
+        d_weights = [
+            jax.lax.dynamic_update_index_in_dim(whole, whole[e] + own, e, 0)
+            for whole, own in zip(d_weights, d_own, strict=True)
+        ]
+        return d_x, flat.reshape(gates.shape), *d_weights
+
+    d_x, d_gates, *d_weights = jax.lax.fori_loop(0, blocks, one, grads)
+    own = (d.astype(w.dtype) for d, w in zip(d_weights, (gate, up, down), strict=True))
+    return d_x.astype(x.dtype), d_gates, *own, None
 
 
 _padded.defvjp(_padded_forward, _padded_backward)
