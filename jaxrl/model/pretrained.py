@@ -29,7 +29,7 @@ from jaxrl.model import adapters, form, formats, gguf, layouts, tensor_files, tr
 from jaxrl.model.form import ModelConfig
 from jaxrl.model.formats import CONFIG
 from jaxrl.model.layouts import EMBEDDING, HEAD, IGNORED, Slot
-from jaxrl.model.tensor_files import INDEX, SINGLE, Tensors
+from jaxrl.model.tensor_files import INDEX, SINGLE, Tensors, aligned
 
 PACKAGE = "package://"
 ROWS_AT_ONCE = 4096  # of a table that is compared with another, or looked through
@@ -209,44 +209,40 @@ def _placed(
 ) -> Array:
     """One parameter: layer after layer is read and laid into the stack on the device."""
     stacked = slots[0].layer is not None
-    whole, lay = _layers(slots[0].order, struct.shape, struct.dtype, sharding, stacked=stacked)
-    made = whole()
+    lay = _layer(slots[0].order, struct.dtype, sharding, stacked=stacked)
+    made = jnp.zeros(struct.shape, struct.dtype, device=sharding) if stacked else None
     for slot in slots:
         piece = _piece(tensors, slot, _piece_sharding(slot, struct, sharding))
-        made, finite = lay(made, piece, 0 if slot.layer is None else slot.layer)
-        # Waiting here also keeps the pieces that are read and not yet laid down to one.
+        made, finite = lay(made, piece, slot.layer)
+        del piece  # before the next is read: no more than one is held
         if not finite:
             _check_values(tensors, slot)
             raise ValueError(
                 f"{', '.join(slot.names)}: a number is beyond what {struct.dtype} can hold"
             )
+    assert made is not None  # a parameter has at least one slot
     return made
 
 
 @functools.lru_cache(maxsize=256)
-def _layers(
-    order: tuple[int, ...],
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    sharding: Sharding,
-    *,
-    stacked: bool,
-) -> tuple[Callable[[], Array], Callable[[Array, Array, int], tuple[Array, Array]]]:
-    """What makes an empty parameter in its place, and what lays a piece into it in the parameter's
-    dtype and order of axes; the latter also says whether all of it is finite."""
+def _layer(
+    order: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding, *, stacked: bool
+) -> Callable[[Array | None, Array, int | None], tuple[Array, Array]]:
+    """What lays a piece into its place in a stack, in the parameter's dtype and order of axes, or
+    makes the parameter of it; and says whether all of it is finite."""
     flag = sharding
     if isinstance(sharding, NamedSharding):
         flag = NamedSharding(sharding.mesh, PartitionSpec())
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(sharding, flag))
-    def lay(whole: Array, piece: Array, layer: Array) -> tuple[Array, Array]:
-        turned = piece.transpose(order).astype(dtype)
-        made = turned
+    def lay(whole: Array | None, piece: Array, layer: Array | None) -> tuple[Array, Array]:
+        finite = jnp.isfinite(piece.astype(dtype)).all()  # of the piece, so that no copy is kept
+        made = piece.transpose(order).astype(dtype)
         if stacked:
-            made = jax.lax.dynamic_update_index_in_dim(whole, turned, layer, 0)
-        return made, jnp.isfinite(turned).all()
+            made = jax.lax.dynamic_update_index_in_dim(whole, made, layer, 0)
+        return made, finite
 
-    return lambda: jnp.zeros(shape, dtype, device=sharding), lay
+    return lay
 
 
 def _piece_sharding(slot: Slot, struct: jax.ShapeDtypeStruct, sharding: Sharding) -> Sharding:
@@ -276,7 +272,13 @@ def _piece(tensors: Tensors, slot: Slot, sharding: Sharding) -> Array:
         index = tuple(slice(*span) for span in spans)
         if not slot.experts:
             return part(slot.names[0], index)
-        return np.stack([part(name, index[1:]) for name in slot.names[index[0]]])
+        parts = (part(name, index[1:]) for name in slot.names[index[0]])
+        first = next(parts)
+        made = aligned((len(slot.names[index[0]]), *first.shape), first.dtype)
+        made[0] = first
+        for place, one in enumerate(parts, start=1):
+            made[place] = one
+        return made
 
     def callback(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # it is for scalars only

@@ -21,6 +21,7 @@ from jaxrl.model.formats import load_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+ALIGNMENT = 64  # bytes
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -57,6 +58,14 @@ class Tensors:
     rows: Callable[[str, int, int], np.ndarray]
 
 
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array that begins where jax on CPU can use it as it is, without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
 def open_tensors(path: epath.Path) -> Tensors:
     """The tensors of a directory. Raises ValueError naming the file and what is wrong with it."""
     held = _sharded(path) if (path / INDEX).exists() else _single(path)
@@ -65,13 +74,12 @@ def open_tensors(path: epath.Path) -> Tensors:
         stored = held[name]
         inner = math.prod(stored.shape[1:])
         dtype = READABLE[stored.dtype]
-        count = (last - first) * inner
+        made = aligned((last - first, *stored.shape[1:]), dtype)
         with stored.file.open("rb") as file:
             file.seek(stored.start + first * inner * dtype.itemsize)
-            data = file.read(count * dtype.itemsize)
-        if len(data) != count * dtype.itemsize:
-            raise ValueError(f"{stored.file} ends within {name}: it was cut while it was read")
-        return np.frombuffer(data, dtype).reshape(last - first, *stored.shape[1:])
+            if file.readinto(made.reshape(-1).view(np.uint8)) != made.nbytes:
+                raise ValueError(f"{stored.file} ends within {name}: it was cut while it was read")
+        return made
 
     return Tensors(
         shapes={name: stored.shape for name, stored in held.items()},

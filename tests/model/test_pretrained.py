@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -330,3 +332,23 @@ def test_a_path_that_is_not_there_or_leaves_its_package_is_refused(tmp_path):
     with pytest.raises(ValueError, match="allowed: a file inside the package"):
         ask("package://jaxrl/../pyproject.toml")
     assert pretrained.locate("package://jaxrl/mesh.py").name == "mesh.py"
+
+
+@pytest.mark.slow
+def test_the_host_holds_a_shard_at_most_beside_what_is_placed(tmp_path):
+    """Peak resident memory of a process that imports 300 MB."""
+    wide = dataclasses.replace(
+        CONFIG, width=1024, heads=16, kv_heads=16, head_size=64, hidden=4096, layers=4
+    )
+    shapes = build(wide, None, Rules()).shapes
+    params = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+    pretrained.export_checkpoint(
+        params, wide, tmp_path / "x", positions=64, shard_bytes=150 * 10**6, tokenizer=None
+    )
+    command = [sys.executable, "-m", "experiments.bench.import_peak", str(tmp_path / "x")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["placed_bytes"] > 250e6 and told["largest_shard_bytes"] < 0.7 * told["placed_bytes"]
+    allowed = told["placed_bytes"] + 1.2 * told["largest_shard_bytes"]
+    assert told["peak_bytes"] <= allowed, told
