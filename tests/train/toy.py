@@ -143,6 +143,7 @@ def step_of(
     mesh=None,
     policy=None,
     lesson_txs=None,
+    routed=None,
 ) -> Step:
     return make_step(
         policy or Bigram(),
@@ -154,6 +155,7 @@ def step_of(
         micro_rollouts=micro,
         rollouts_per_group=size,
         lesson_txs=lesson_txs,
+        routed=routed,
     )
 
 
