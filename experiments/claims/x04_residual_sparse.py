@@ -13,7 +13,11 @@ start; its mean over the run; the share of groups whose rewards are all equal; t
 rate at the end (it learns in Co-RA alone).
 Expect: GRPO never sees a reward; on-policy distillation comes up to the teacher; the residual
 advantage leaves the dead zone and passes it; centring makes no difference at six tokens.
-Result: open.
+Result: as expected. 10 seeds, means with 95 % t intervals, commit 6cd1f6b, 2026-11-30. Solved after
+200 takes: GRPO .002, RA .953 [.903, 1.003] (lambda 1) and .958 [.933, .982] (lambda 5), not centred
+.938 [.891, .984], the residual alone .699 [.558, .840] (its rate is the edge of the grid), OPD .823
+[.796, .851], Co-RA .918 [.813, 1.024]; the teacher starts at .788. Co-RA's teacher unlearns what
+its student is asked (to .243 [.177, .310]): it sees the student's rows only.
 """
 
 import dataclasses
