@@ -103,7 +103,7 @@ def read_by(name: str, source: TaskSource, phase: Phase, folder: epath.Path) -> 
     if "/" in name:
         chat, system = phase.pool.chat, phase.pool.system
         try:
-            return PublishedTokenizer(name, chat=chat, system=system)
+            return PublishedTokenizer(pretrained.locate(name), chat=chat, system=system)
         except ValueError as error:
             field = "pool" if name == phase.pool.tokenizer else "scorers.teacher"
             raise ValueError(
