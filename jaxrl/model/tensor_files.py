@@ -77,7 +77,8 @@ def open_tensors(path: epath.Path) -> Tensors:
         made = aligned((last - first, *stored.shape[1:]), dtype)
         with stored.file.open("rb") as file:
             file.seek(stored.start + first * inner * dtype.itemsize)
-            if file.readinto(made.reshape(-1).view(np.uint8)) != made.nbytes:
+            into: Any = file  # every path's file has it, whatever their common type says
+            if into.readinto(made.reshape(-1).view(np.uint8)) != made.nbytes:
                 raise ValueError(f"{stored.file} ends within {name}: it was cut while it was read")
         return made
 
