@@ -1,0 +1,51 @@
+"""X9: does a frozen router keep sending tokens to the same experts?
+
+python -m experiments.claims.x09_frozen_routes --workdir /tmp/claims
+
+The runs of `x08_router_load` (32 experts, 2 a token, 200 takes of GRPO from the same supervised
+starts) at equal learning rates instead of each arm's best: a share of changed routes says little
+where one arm was merely trained faster. A frozen router is the same bits to the end; the states
+that it reads are not.
+
+Look at: over all problems, both layers and all inputs, the share of tokens whose set of two experts
+is another than at the start (flipped), and of routes that go elsewhere (moved); within a take, the
+share of routes that the moving trainer would choose otherwise than the sampler did (drift); how far
+the router's weights went; the solve rate.
+Expect: a third or more of the tokens change their experts though the router is frozen, more at the
+higher rate, and more again if it is free. Replaying routes takes away drift in what is computed,
+not in what the router would choose.
+Result: open.
+"""
+
+from experiments.claims.protocol import Claim, Outcome, main
+from experiments.claims.x08_router_load import ARMS, STRETCH, outcome
+
+KINDS = ("free", "frozen", "replayed")
+ARMS_AT = {f"{kind}, {rate:g}": (kind, rate) for rate in (1e-3, 3e-3) for kind in KINDS}
+
+
+def claim(quick: bool) -> Claim:
+    """What becomes of the routes."""
+    takes = STRETCH if quick else 200
+
+    def run(arm: str, rate: float, seed: int) -> Outcome:
+        del rate  # the arm says it
+        kind, own = ARMS_AT[arm]
+        return outcome(takes, ARMS[kind], own, seed)
+
+    return Claim(
+        name="x09_frozen_routes",
+        arms=("frozen, 0.003",) if quick else tuple(ARMS_AT),
+        run=run,
+        rates=(0.0,),
+        choose="solved",
+        larger=True,
+        shown=("flipped", "moved", "drift in a take", "router moved", "same experts", "solved"),
+        drawn=("flipped over takes", "solved over takes"),
+        against="" if quick else "free, 0.001",
+        seeds=2 if quick else 5,
+    )
+
+
+if __name__ == "__main__":
+    main(claim, __doc__)
