@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 TEXTS = [
     *(f"What is {a} + {b} = {a + b}?\n" for a in range(40) for b in range(5)),
     "Tom has five apples, doesn't he?  Yes:\n\n\tfive.",
+    "a<|x|>b<|y|>c<|z|>",  # the start of a control token is a piece of its own
     "naïve Ω 数学 🙂 café <think> user system assistant model",
 ]
 

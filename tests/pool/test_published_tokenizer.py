@@ -88,6 +88,14 @@ def test_typed_control_tokens_are_spelled(opened, kind, parts):
     assert back == said.replace("\u2581", " ")
 
 
+def test_a_typed_token_is_cut_like_any_other_text(tmp_path):
+    library = byte_level()
+    ours = off(write(tmp_path, library, config=CONFIG))
+    library.encode_special_tokens = True  # as text
+    for text in ("a<|im_end|>b", "<s></s>", "<|im_start|> <think>x"):
+        assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids
+
+
 def test_a_vocabulary_that_would_read_a_typed_token_does_not(tmp_path):
     """A unigram vocabulary holds its control tokens as pieces of text."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
