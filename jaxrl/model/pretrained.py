@@ -25,7 +25,17 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
-from jaxrl.model import adapters, form, formats, gguf, layouts, tensor_files, transformer, versions
+from jaxrl.model import (
+    adapters,
+    form,
+    format_writers,
+    formats,
+    gguf,
+    layouts,
+    tensor_files,
+    transformer,
+    versions,
+)
 from jaxrl.model.form import ModelConfig
 from jaxrl.model.formats import CONFIG
 from jaxrl.model.layouts import EMBEDDING, HEAD, IGNORED, Slot
@@ -311,7 +321,7 @@ def export_checkpoint(
         raise ValueError(f"{final} exists already; an export never overwrites")
     if left := [name for name in params if adapters.is_adapter(name)]:
         raise ValueError(f"{left[0]} is an adapter's; allowed: merged parameters")
-    held = {**formats.write_config(config, positions=positions), **_carried(tokenizer)}
+    held = {**format_writers.write_config(config, positions=positions), **_carried(tokenizer)}
     slots = layouts.slots(config, transformer.shapes(config))
     if faults := sorted(set(slots) ^ set(params)):
         raise ValueError(f"parameters that the model lacks, or that are not given: {faults}")
