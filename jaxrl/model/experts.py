@@ -1,6 +1,6 @@
 """A mixture of gated experts, drop-less: every route is computed, however uneven the load.
 
-    out = sum_j down_e(gate_j activation(gate_e(x)) * up_e(x)),  e = routes[j]
+    out = sum_j down_e(gates_j activation(gate_e(x)) * up_e(x)),  e = routes_j
 
 A route of -1 loads nobody and adds 0; an expert without tokens has gradients of exactly 0. Routes
 are sorted by expert, so that the rows of one expert are a run. Two forms, equal in what they give:
@@ -10,8 +10,8 @@ are sorted by expert, so that the rows of one expert are a run. Two forms, equal
             expert each. On CPU, which turns ``ragged_dot`` into a dense matmul an expert.
     ragged  ``jax.lax.ragged_dot``: on TPU, which has a grouped matmul.
 
-A gate scales the inner activations, which are narrower than what comes out of an expert, and rows
-are fetched in both directions, never scattered, but for the few of the loop.
+A gate scales the inner activations, where this is one more factor of a product. Rows are fetched in
+both directions, never scattered, but for the few of the loop.
 """
 
 import functools
@@ -27,8 +27,12 @@ from jaxtyping import Array, Float, Int
 from jaxrl.mesh import MeshAxes, Rules, per_device, require_divisible
 
 MATMULS = ("auto", "padded", "ragged")
+EXCHANGES = ("auto", "dense", "ragged")
+SPREAD = 1.0  # room above the mean run, in deviations of a random load; more pads, less loops
 
 Activation = Callable[[Array], Array]
+Multiply = Callable[[Array, Array], Array]  # (rows, weights of the experts) -> rows
+Weights = tuple[Array, ...]  # gate, up, down
 
 
 def matmul_for(matmul: str, platform: str) -> str:
@@ -56,37 +60,32 @@ def mixture(
     On one device; ``auto`` goes by the default backend. The sum over j is taken in float32.
     """
     form = matmul_for(matmul, jax.default_backend())
-    return _mixture(x, routes, gates, gate, up, down, activation, form, routes.size)
+    return _mixture(x, routes, gates, (gate, up, down), activation, form, routes.size)
 
 
 def _mixture(
     x: Array,
     routes: Array,
     gates: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
+    weights: Weights,
     activation: Activation,
     form: str,
     expected: int,
 ) -> Array:
-    """``expected`` routes are there, the others -1, as far as is known without looking."""
-    runs = _sorted(routes, gate.shape[0])
+    """``expected``: how many routes are not -1, as far as is known without looking."""
+    experts = weights[0].shape[0]
+    runs = _sorted(routes, experts)
     gates = gates.astype(jnp.float32)
-    if form == "ragged":
-        sizes = runs.start[1:] - runs.start[:-1]
+    if form == "padded":
+        mean = expected / experts
+        room = 8 * math.ceil((mean + SPREAD * math.sqrt(mean)) / 8)
+        block = min(max(8 * round(mean / 32), 8), 64)
+        made: Any = _padded(x, gates, weights, runs, activation, room, block)
+    else:
         slot = jnp.where(jnp.arange(routes.size) < runs.start[-1], runs.slot, -1)
         row = jnp.where(routes < 0, -1, runs.row)
-
-        def multiply(rows: Array, weight: Array) -> Array:
-            return jax.lax.ragged_dot(rows, weight, sizes)
-
-        made = _through(x, gates, gate, up, down, slot, row, activation, multiply)
-    else:
-        mean = expected / gate.shape[0]
-        room = 8 * math.ceil((mean + math.sqrt(mean)) / 8)
-        block = min(max(8 * round(mean / 32), 8), 64)
-        made = _padded(x, gates, gate, up, down, runs, activation, room, block)
+        multiply = functools.partial(jax.lax.ragged_dot, group_sizes=runs.sizes)
+        made = _through(x, gates, weights, slot, row, activation, multiply)
     return made.astype(x.dtype)
 
 
@@ -96,6 +95,11 @@ class _Runs(NamedTuple):
     slot: Array  # of each sorted row
     row: Array  # of each slot [token choice]
     start: Array  # of each expert's run, then where the last one ends [expert + 1]
+
+    @property
+    def sizes(self) -> Array:
+        """Rows of each expert."""
+        return self.start[1:] - self.start[:-1]
 
 
 def _sorted(routes: Array, experts: int) -> _Runs:
@@ -129,23 +133,16 @@ _spread.defvjp(
     lambda kept, g: (_collect(g, *kept).astype(g.dtype), None, None),
 )
 _collect.defvjp(
-    lambda rows, source, places: (
-        _collect(rows, source, places),
-        (source, places, jnp.zeros((), rows.dtype)),
-    ),
-    lambda kept, g: (_fetch(g.astype(kept[2].dtype), kept[0]), None, None),
+    lambda rows, *where: (_collect(rows, *where), (where[0], jnp.zeros((), rows.dtype))),
+    lambda kept, g: (_fetch(g.astype(kept[1].dtype), kept[0]), None, None),
 )
 
 
-def _expert(
-    rows: Array,
-    share: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
-    activation: Activation,
-    multiply: Callable[[Array, Array], Array],
+def _gated(
+    rows: Array, share: Array, weights: Weights, activation: Activation, multiply: Multiply
 ) -> Array:
+    """Rows through their experts, each scaled by its share [row 1]."""
+    gate, up, down = weights
     inner = activation(multiply(rows, gate)) * multiply(rows, up)
     return multiply((inner.astype(jnp.float32) * share).astype(rows.dtype), down)
 
@@ -153,54 +150,40 @@ def _expert(
 def _through(
     x: Array,
     gates: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
+    weights: Weights,
     slot: Array,
     row: Array,
     activation: Activation,
-    multiply: Callable[[Array, Array], Array],
+    multiply: Multiply,
 ) -> Array:
-    """All rows through their experts, summed over each token's; float32."""
+    """Rows made of ``slot`` through their experts, summed over the ``row``s of each token."""
     token = slot // row.shape[1]
     rows = _spread(x, token, row)
     share = _spread(gates.reshape(-1, 1), slot, row.reshape(-1, 1))
-    made = _expert(rows, share, gate, up, down, activation, multiply)
-    return _collect(made, token, row)
+    return _collect(_gated(rows, share, weights, activation, multiply), token, row)
 
 
 def _batched(
-    x: Array,
-    gates: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
-    runs: _Runs,
-    activation: Activation,
-    room: int,
+    x: Array, gates: Array, weights: Weights, runs: _Runs, activation: Activation, room: int
 ) -> Array:
     """The first ``room`` rows of each run, as one batch of equal matrices."""
-    experts = gate.shape[0]
-    sizes = runs.start[1:] - runs.start[:-1]
-    place = jnp.arange(room)
+    experts, place = weights[0].shape[0], jnp.arange(room)
     source = jnp.minimum(runs.start[:-1, None] + place, runs.slot.size - 1)
-    slot = jnp.where(place < sizes[:, None], runs.slot[source], -1).reshape(-1)
-    first = runs.start[:, None, None]
-    inside = (runs.row >= first[:-1]) & (runs.row < jnp.minimum(first[:-1] + room, first[1:]))
-    shift = room * jnp.arange(experts)[:, None, None] - first[:-1]
-    row = jnp.where(inside, runs.row + shift, 0).sum(0) - 1 + inside.any(0)
+    slot = jnp.where(place < runs.sizes[:, None], runs.slot[source], -1).reshape(-1)
+    first, end = runs.start[:-1, None, None], runs.start[1:, None, None]
+    inside = (runs.row >= first) & (runs.row < jnp.minimum(first + room, end))
+    moved = runs.row + room * jnp.arange(experts)[:, None, None] - first
+    row = jnp.where(inside.any(0), jnp.where(inside, moved, 0).sum(0), -1)
 
     def multiply(rows: Array, weight: Array) -> Array:
-        rows = rows.reshape(experts, room, -1)
-        return jnp.matmul(rows, weight).reshape(experts * room, -1)
+        return (rows.reshape(experts, room, -1) @ weight).reshape(experts * room, -1)
 
-    return _through(x, gates, gate, up, down, slot, row, activation, multiply)
+    return _through(x, gates, weights, slot, row, activation, multiply)
 
 
-def _rest(runs: _Runs, room: int, block: int) -> tuple[Array, Callable[[Array], tuple]]:
-    """How many blocks hold what is beyond ``room``, and of a block its expert and its slots."""
-    sizes = runs.start[1:] - runs.start[:-1]
-    blocks = jnp.maximum(sizes - room + block - 1, 0) // block
+def _rest(runs: _Runs, room: int, block: int) -> tuple[Array, Callable[[Array], Any]]:
+    """How many blocks hold the rows beyond ``room``, and of each its expert and its slots."""
+    blocks = (jnp.maximum(runs.sizes - room, 0) + block - 1) // block
     last = jnp.cumsum(blocks)
 
     def of(i: Array) -> tuple[Array, Array]:
@@ -212,102 +195,108 @@ def _rest(runs: _Runs, room: int, block: int) -> tuple[Array, Callable[[Array], 
     return last[-1], of
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _add(x: Array, index: Array, rows: Array) -> Array:
+    """x[index] += rows, but for an index of -1."""
+    index = jnp.where(index < 0, x.shape[0], index)
+    return x.at[index].add(rows.astype(x.dtype), mode="drop")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _padded(
     x: Array,
     gates: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
+    weights: Weights,
     runs: _Runs,
     activation: Activation,
     room: int,
     block: int,
 ) -> Array:
-    return _padded_forward(x, gates, gate, up, down, runs, activation, room, block)[0]
+    """``_batched``, and a loop over what it left; float32."""
+    return _padded_forward(x, gates, weights, runs, activation, room, block)[0]
 
 
 def _padded_forward(
     x: Array,
     gates: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
+    weights: Weights,
     runs: _Runs,
     activation: Activation,
     room: int,
     block: int,
 ) -> tuple[Array, Any]:
     batched = functools.partial(_batched, runs=runs, activation=activation, room=room)
-    made, pull = jax.vjp(batched, x, gates, gate, up, down)
+    made, pull = jax.vjp(batched, x, gates, weights)
     blocks, of = _rest(runs, room, block)
 
     def one(i: Array, made: Array) -> Array:
         e, slot = of(i)
-        token = slot // gates.shape[1]
+        token, own = slot // gates.shape[1], tuple(weight[e] for weight in weights)
         share = _fetch(gates.reshape(-1, 1), slot)
-        part = _expert(_fetch(x, token), share, gate[e], up[e], down[e], activation, jnp.matmul)
-        return made.at[_or_drop(token, x)].add(part.astype(made.dtype), mode="drop")
+        return _add(made, token, _gated(_fetch(x, token), share, own, activation, jnp.matmul))
 
-    made = jax.lax.fori_loop(0, blocks, one, made)
-    return made, (pull, x, gates, gate, up, down, runs)
+    return jax.lax.fori_loop(0, blocks, one, made), (pull, x, gates, weights, runs)
 
 
-def _or_drop(index: Array, x: Array) -> Array:
-    return jnp.where(index < 0, x.shape[0], index)
-
-
-def _padded_backward(activation: Activation, room: int, block: int, kept: Any, g: Array) -> tuple:
-    pull, x, gates, gate, up, down, runs = kept
-    grads = tuple(grad.astype(jnp.float32) for grad in pull(g))
+def _padded_backward(activation: Activation, room: int, block: int, kept: Any, g: Array) -> Any:
+    pull, x, gates, weights, runs = kept
+    wide = jax.tree.map(lambda grad: grad.astype(jnp.float32), pull(g))
     blocks, of = _rest(runs, room, block)
+    part = functools.partial(_gated, activation=activation, multiply=jnp.matmul)
 
-    def one(i: Array, grads: tuple) -> tuple:
-        d_x, d_gates, *d_weights = grads
+    def one(i: Array, grads: Any) -> Any:
+        d_x, d_gates, d_weights = grads
         e, slot = of(i)
-        token = slot // gates.shape[1]
-        share = _fetch(gates.reshape(-1, 1), slot)
-        part = functools.partial(_expert, activation=activation, multiply=jnp.matmul)
-        made, pull = jax.vjp(part, _fetch(x, token), share, gate[e], up[e], down[e])
-        d_rows, d_share, *d_own = pull(_fetch(g, token).astype(made.dtype))
-        d_x = d_x.at[_or_drop(token, x)].add(d_rows.astype(d_x.dtype), mode="drop")
-        flat = d_gates.reshape(-1)
-        flat = flat.at[_or_drop(slot, flat)].add(d_share[:, 0], mode="drop")
-        d_weights = [
-            jax.lax.dynamic_update_index_in_dim(whole, whole[e] + own, e, 0)
-            for whole, own in zip(d_weights, d_own, strict=True)
-        ]
-        return d_x, flat.reshape(gates.shape), *d_weights
+        token, own = slot // gates.shape[1], tuple(weight[e] for weight in weights)
+        made, pull = jax.vjp(part, _fetch(x, token), _fetch(gates.reshape(-1, 1), slot), own)
+        d_rows, d_share, d_own = pull(_fetch(g, token).astype(made.dtype))
+        d_weights = tuple(
+            jax.lax.dynamic_update_index_in_dim(whole, whole[e] + more, e, 0)
+            for whole, more in zip(d_weights, d_own, strict=True)
+        )
+        d_gates = _add(d_gates.reshape(-1, 1), slot, d_share).reshape(gates.shape)
+        return _add(d_x, token, d_rows), d_gates, d_weights
 
-    d_x, d_gates, *d_weights = jax.lax.fori_loop(0, blocks, one, grads)
-    own = (d.astype(w.dtype) for d, w in zip(d_weights, (gate, up, down), strict=True))
-    return d_x.astype(x.dtype), d_gates, *own, None
+    grads = jax.lax.fori_loop(0, blocks, one, wide)
+    narrow = jax.tree.map(lambda grad, of: grad.astype(of.dtype), grads, (x, gates, weights))
+    return *narrow, None
 
 
 _padded.defvjp(_padded_forward, _padded_backward)
 
 
-def sharded_mixture(mesh: Mesh, rules: Rules, *, matmul: str) -> Callable[..., Array]:
+def sharded_mixture(
+    mesh: Mesh, rules: Rules, *, matmul: str, exchange: str = "auto"
+) -> Callable[..., Array]:
     """``mixture`` for arrays that lie on a mesh: tokens split over the axes of ``rows``, experts
     over those of ``expert``, ``mlp`` and ``embed`` of the weights as the rules say.
 
-    Each device sends its tokens to the devices that hold their experts and takes back, for each of
-    these, the sum over the experts there. Buffers have room for all tokens of every device. Raises
-    ValueError if an axis of ``expert`` splits no rows, or the tokens do not divide.
+    Each device sends a token once to every device that holds experts of it, and takes back the sum
+    over the experts there. Exchanges: ``dense`` moves buffers with room for all tokens of every
+    device; ``ragged`` moves what is sent, on TPU, where it is what ``auto`` takes. Raises
+    ValueError for an unknown form, an axis of ``expert`` that splits no rows, or tokens or experts
+    that do not divide.
     """
     peers, inner, embed = rules["expert"], rules["mlp"], rules["embed"]
     if not set(peers) <= set(rules["rows"]):
         raise ValueError(f"rules.expert={peers} must be among rules.rows={rules['rows']}")
-    form = matmul_for(matmul, mesh.devices.flat[0].platform)
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r} is unknown; allowed: {EXCHANGES}")
+    platform = mesh.devices.flat[0].platform
+    form, ragged = matmul_for(matmul, platform), exchange == "ragged"
+    exchanged = _sent if ragged or exchange == "auto" and platform == "tpu" else _swapped
 
     def local(x: Array, routes: Array, gates: Array, *weights: Array, activation: Activation):
-        gate, up, down = (
-            _whole(w, embed, axis) for w, axis in zip(weights, (1, 1, 2), strict=True)
+        gathered = tuple(
+            jax.lax.all_gather(weight, embed, axis=axis, tiled=True) if embed else weight
+            for weight, axis in zip(weights, (1, 1, 2), strict=True)
         )
         mix = functools.partial(
-            mixture, gate=gate, up=up, down=down, activation=activation, matmul=form
+            _mixture, weights=gathered, activation=activation, form=form, expected=routes.size
         )
-        made = _exchanged(mix, x, routes, gates, peers, gate.shape[0])
+        if peers:
+            made = exchanged(mix, x, routes, gates, peers, weights[0].shape[0])
+        else:
+            made = mix(x, routes, gates)
         return jax.lax.psum(made, inner) if inner else made
 
     def whole(x: Array, routes: Array, gates: Array, *weights: Array, activation: Activation):
@@ -326,21 +315,56 @@ def sharded_mixture(mesh: Mesh, rules: Rules, *, matmul: str) -> Callable[..., A
     return whole
 
 
-def _whole(weight: Array, axes: MeshAxes, axis: int) -> Array:
-    return jax.lax.all_gather(weight, axes, axis=axis, tiled=True) if axes else weight
+def _of_peers(routes: Array, peers: MeshAxes, experts: int) -> Array:
+    """The routes as each peer numbers its own experts [peer token choice], -1 if not there."""
+    first = experts * jnp.arange(jax.lax.axis_size(peers))[:, None, None]
+    return jnp.where((routes >= first) & (routes < first + experts), routes - first, -1)
 
 
-def _exchanged(
+def _swapped(
     mix: Callable[..., Array], x: Array, routes: Array, gates: Array, peers: MeshAxes, experts: int
 ) -> Array:
-    """The mixture over all peers' experts, ``experts`` on each: tokens go there and come back."""
-    if not peers:
-        return mix(x, routes, gates)
-    count = jax.lax.psum(1, peers)
-    first = experts * jnp.arange(count)[:, None, None]
-    theirs = jnp.where((routes >= first) & (routes < first + experts), routes - first, -1)
+    """The mixture over all peers' experts: tokens there and back in buffers of equal size."""
+    theirs = _of_peers(routes, peers, experts)
     sent = jnp.where((theirs >= 0).any(-1, keepdims=True), x, 0)
     swap = functools.partial(jax.lax.all_to_all, axis_name=peers, split_axis=0, concat_axis=0)
-    there = [swap(a) for a in (sent, theirs, jnp.where(theirs < 0, 0, gates))]
+    there = [swap(a) for a in (sent, theirs, jnp.broadcast_to(gates, theirs.shape))]
     made = mix(*(a.reshape(-1, a.shape[-1]) for a in there))
-    return swap(made.reshape(count, *x.shape)).sum(0)
+    return swap(made.reshape(sent.shape)).astype(jnp.float32).sum(0).astype(x.dtype)
+
+
+def _sent(
+    mix: Callable[..., Array], x: Array, routes: Array, gates: Array, peers: MeshAxes, experts: int
+) -> Array:
+    """The mixture over all peers' experts: tokens there and back, no more than are asked for.
+
+    What comes from peer p lies from row p * tokens on; the rest of these rows has routes of -1.
+    """
+    theirs = _of_peers(routes, peers, experts)
+    count, tokens, choices = theirs.shape
+    asked = (theirs >= 0).any(-1)
+    size = tokens * min(count, choices)
+    (pair,) = jnp.nonzero(asked.reshape(-1), size=size, fill_value=-1)
+    token = jnp.where(pair < 0, -1, pair % tokens)
+    places = jnp.where(asked, jnp.cumsum(asked).reshape(asked.shape) - 1, -1).T
+    sizes = asked.sum(1).astype(jnp.int32)
+    start = (jnp.cumsum(sizes) - sizes).astype(jnp.int32)
+    mine = jnp.arange(count, dtype=jnp.int32) * tokens  # what each peer sent to me
+    swap = functools.partial(
+        jax.lax.all_to_all, axis_name=peers, split_axis=0, concat_axis=0, tiled=True
+    )
+    arrived, begin = swap(sizes), swap(start)
+    at = jnp.full_like(sizes, jax.lax.axis_index(peers) * tokens)
+
+    def there(rows: Array, blank: int) -> Array:
+        room = jnp.full_like(rows, blank, shape=(count * tokens, rows.shape[1]))
+        return jax.lax.ragged_all_to_all(rows, room, start, sizes, at, arrived, axis_name=peers)
+
+    made = mix(
+        there(_spread(x, token, places), 0),
+        there(theirs.reshape(-1, choices)[pair], -1),
+        there(_spread(gates, token, places), 0),
+    )
+    room = jnp.zeros_like(made, shape=(size, made.shape[1]))
+    back = jax.lax.ragged_all_to_all(made, room, mine, arrived, begin, sizes, axis_name=peers)
+    return _collect(back, token, places).astype(x.dtype)

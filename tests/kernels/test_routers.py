@@ -76,9 +76,9 @@ def test_routers_equal_the_paper(kind, normalise):
     rng = np.random.default_rng(0)
     logits = 3 * rng.normal(size=(40, 8))
     bias = rng.normal(size=8) / 4 if kind == "sigmoid" else np.zeros(8)
-    router, more = (sigmoid, (bias, 3)) if kind == "sigmoid" else (softmax, (3,))
+    router = functools.partial(sigmoid, bias=bias) if kind == "sigmoid" else softmax
     with jax.enable_x64(True):
-        routes, gates = router(logits, *more, normalise, 2.5)
+        routes, gates = router(logits, k=3, normalise=normalise, scale=2.5)
     for t, mine in enumerate(logits):
         chosen = paper.routes(mine, bias, kind, 3)
         np.testing.assert_array_equal(routes[t], chosen)
@@ -108,7 +108,9 @@ def test_replayed_gates_are_live_and_over_what_is_replayed(kind, normalise):
         np.testing.assert_allclose(found[t], expected, rtol=1e-12)
     np.testing.assert_array_equal(found[:5], 0)
     np.testing.assert_array_equal(slope[:5], 0)
-    np.testing.assert_allclose((np.asarray(slope) * nudge).sum(), (ends[0] - ends[1]) / 2e-6, rtol=1e-6)
+    np.testing.assert_allclose(
+        (np.asarray(slope) * nudge).sum(), (ends[0] - ends[1]) / 2e-6, rtol=1e-6
+    )
 
 
 def test_gates_of_experts_that_are_all_far_out_are_finite():
