@@ -328,7 +328,7 @@ def claim(quick: bool) -> Claim:
         name="x08_router_load",
         arms=("free x30", "8 experts, frozen") if quick else tuple(ARMS),
         run=lambda arm, rate, seed: outcome(takes, ARMS[arm], rate, seed),
-        rates=(1e-3,) if quick else (3e-4, 1e-3, 3e-3),
+        rates=(1e-3,) if quick else (1e-4, 3e-4, 1e-3, 3e-3),
         choose="solved late",
         larger=True,
         shown=(*LOADS, "gap", "worst gap", "same experts", *(f"{name} restored" for name in LOADS)),

@@ -21,7 +21,7 @@ from experiments.claims.protocol import Claim, Outcome, main
 from experiments.claims.x08_router_load import ARMS, STRETCH, outcome
 
 KINDS = ("free", "frozen", "replayed")
-ARMS_AT = {f"{kind}, {rate:g}": (kind, rate) for rate in (1e-3, 3e-3) for kind in KINDS}
+ARMS_AT = {f"{kind}, {rate:g}": (kind, rate) for rate in (3e-4, 1e-3, 3e-3) for kind in KINDS}
 
 
 def claim(quick: bool) -> Claim:
