@@ -74,9 +74,12 @@ def get_config(variant: str = "") -> ConfigDict:
     experts.normalise = True  # the gates of a token's experts sum to 1
     experts.scale = 1.0  # of the gates
     experts.matmul = "auto"  # auto | padded | ragged: the grouped matrix product
-    # low-rank additions to linear kernels (LoRA); rank 0: none. Beside them the rest is frozen by
-    # optimizer.freeze, see configs/lora.py
-    model.adapter = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "attention|mlp"})
+    # low-rank additions to linear kernels (LoRA); rank 0: none. The rest is then frozen, unless
+    # optimizer.train says otherwise; see configs/lora.py
+    model.adapter = adapter = ConfigDict({"rank": 0})
+    adapter.alpha = 16.0  # what they add is scaled by alpha / rank
+    adapter.pattern = "attention|mlp"  # regular expression searched in the names of linears
+    adapter.dtype = "float32"  # of the factors, which may be finer than param_dtype
 
     config.mesh = mesh = (
         ConfigDict()
@@ -149,6 +152,9 @@ def get_config(variant: str = "") -> ConfigDict:
     scorers.self = ConfigDict({"ema_rate": 0.99})  # of the old average, after every update
     scorers.teacher = teacher = ConfigDict()
     teacher.weights = ""  # an earlier phase (its last student) or a directory of weights
+    # own: all of its weights are its own | student: of its weights the adapters are read, over the
+    # student's base, which is frozen and held once; they begin as the student's if weights is ""
+    teacher.base = "own"
     # "": the run's own; else the teacher reads the responses' text in its own tokens
     teacher.tokenizer = ""
     teacher.model = ConfigDict()
@@ -168,7 +174,11 @@ def get_config(variant: str = "") -> ConfigDict:
     optimizer.epsilon = 1e-8
     optimizer.weight_decay = 0.0
     optimizer.clip_norm = 1.0  # global norm of the gradient
-    # regular expressions searched in parameter names: no gradient, no moments, no update
+    # adapters: they alone (and the output of a value) | base: all but them | all | auto: adapters
+    # if the model has any, else all
+    optimizer.train = "auto"
+    # regular expressions searched in parameter names: no gradient, no moments, no update, whatever
+    # train says
     optimizer.freeze = ()
 
     config.train = train = ConfigDict()
@@ -182,6 +192,7 @@ def get_config(variant: str = "") -> ConfigDict:
     # weights to start from: "": those of the phase before (new ones, if there is none); "fresh":
     # new ones; an earlier phase: its last student; or a directory of weights
     train.start = ""
+    train.adapters = ""  # a directory of adapters, saved alone, to lay over those weights; "": none
     # experts of a token: "free": the routers choose | "replayed": those that the sampler recorded
     # (sampler.record_routes), with the gates of the current router
     train.routes = "free"

@@ -1,13 +1,16 @@
 """The last weights of a run as a published checkpoint.
 
-    python -m jaxrl.export --workdir RUN --to DIR [--tokenizer DIR]
+    python -m jaxrl.export --workdir RUN --to DIR [--tokenizer DIR | --adapters]
 
 DIR is then what ``transformers`` and inference engines load: config.json, safetensors, and the
-tokenizer's files. Adapters are merged into the kernels that they are beside.
+tokenizer's files. Adapters are merged into the kernels that they are beside. With ``--adapters``
+they alone are written, for ``train.adapters`` and ``scorers.teacher.weights`` of other runs over
+the same base.
 """
 
 import json
 import sys
+from typing import Any
 
 from absl import app, flags
 
@@ -19,6 +22,7 @@ _TOKENIZER = flags.DEFINE_string(
     "a directory with tokenizer files to copy along, and with the config.json that they came with: "
     "its special tokens and positions are taken over; empty: the one of the run, if it is one",
 )
+_ADAPTERS = flags.DEFINE_bool("adapters", False, "write the adapters alone, without their base")
 _SHARD_MB = flags.DEFINE_integer("shard_mb", 4000, "longest file of weights", lower_bound=1)
 
 
@@ -29,7 +33,41 @@ def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int) -> str:
     """
     from etils import epath
 
-    from jaxrl.model import adapters, form, pretrained, transformer
+    from jaxrl.model import adapters, pretrained
+
+    held, config, params, newest = _newest(workdir)
+    own = held["pool"]["tokenizer"]
+    if not tokenizer and "/" in own and pretrained.locate(own).is_dir():
+        tokenizer = own
+    pretrained.export_checkpoint(
+        adapters.merged(params, config),
+        adapters.without(config),
+        to,
+        positions=max(held["train"]["token_buckets"]),
+        shard_bytes=shard_bytes,
+        tokenizer=tokenizer or None,
+    )
+    return epath.Path(newest).name
+
+
+def export_adapters(workdir: str, to: str) -> str:
+    """Write the adapters of a run's newest published weights, without their base, to ``to``;
+    returns the weights' name. Raises ValueError if the run has none."""
+    from etils import epath
+
+    from jaxrl.model import adapters, versions
+
+    _, config, params, newest = _newest(workdir)
+    at = versions.read_manifest(newest)
+    adapters.write_alone(to, params, config, epoch=at["epoch"], step=at["step"])
+    return epath.Path(newest).name
+
+
+def _newest(workdir: str) -> tuple[dict[str, Any], Any, Any, str]:
+    """A run's config, its model's form, its newest published weights, and where they are."""
+    from etils import epath
+
+    from jaxrl.model import form, transformer
     from jaxrl.model.versions import read_weights
     from jaxrl.train.workdir import Workdir
 
@@ -42,18 +80,7 @@ def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int) -> str:
     newest = Workdir(root).weights(*versions[-1])
     config = form.read(held["model"])
     params, _ = read_weights(newest, shapes=transformer.shapes(config))
-    own = held["pool"]["tokenizer"]
-    if not tokenizer and "/" in own and pretrained.locate(own).is_dir():
-        tokenizer = own
-    pretrained.export_checkpoint(
-        adapters.merged(params, config),
-        adapters.without(config),
-        to,
-        positions=max(held["train"]["token_buckets"]),
-        shard_bytes=shard_bytes,
-        tokenizer=tokenizer or None,
-    )
-    return newest.name
+    return held, config, params, str(newest)
 
 
 def main(argv: list[str]) -> None:
@@ -63,7 +90,11 @@ def main(argv: list[str]) -> None:
     to = str(_TO.value)
     try:
         shard_bytes = _SHARD_MB.value * 1_000_000
-        name = export(str(_WORKDIR.value), to, tokenizer=_TOKENIZER.value, shard_bytes=shard_bytes)
+        run, tokenizer = str(_WORKDIR.value), _TOKENIZER.value
+        if _ADAPTERS.value:
+            name = export_adapters(run, to)
+        else:
+            name = export(run, to, tokenizer=tokenizer, shard_bytes=shard_bytes)
     except (ValueError, TypeError, KeyError, OSError) as error:
         sys.exit(f"jaxrl.export: {type(error).__name__}: {error}")
     print(f"{name} of {_WORKDIR.value} is now {to}")

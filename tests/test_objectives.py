@@ -208,7 +208,7 @@ def test_a_step_down_its_gradient_lowers_its_objective(name, desk):
     counted = Counted(**{f.name: getattr(parts.policy, f.name) for f in dataclasses.fields(Policy)})
     student = accumulate.Passes(counted, algorithm, parts.mesh, STUDENT)
     batch = accumulate.sanitised(batch)
-    models = {who: role.all for who, role in state.roles.items()}
+    models = models_of(state.roles)
     with jax.disable_jit():
         observed = student.observe(algorithm, models, batch, 1)
         credit = algorithm.credit(batch, observed)

@@ -75,6 +75,7 @@ class AdapterConfig:
     rank: int
     alpha: float
     pattern: str
+    dtype: str  # of the factors
 
     def __post_init__(self) -> None:
         _require(
@@ -82,6 +83,7 @@ class AdapterConfig:
             self,
             rank=(self.rank >= 0, "0 (none) or more"),
             alpha=(self.alpha > 0, "> 0"),
+            dtype=(self.dtype in DTYPES, f"one of {(*DTYPES,)}"),
         )
         try:
             re.compile(self.pattern)
@@ -263,7 +265,7 @@ def qwen3(**fields: Any) -> ModelConfig:
         "local_kv_heads": 0,
         "sinks": "none",
         "experts": ExpertsConfig(0, 0, 0, 0, (), "softmax", True, 1.0, "auto"),
-        "adapter": AdapterConfig(0, 1.0, ""),
+        "adapter": AdapterConfig(0, 1.0, "", "float32"),
     }
     return ModelConfig(**{**plain, **fields})
 

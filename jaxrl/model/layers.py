@@ -87,29 +87,30 @@ class Linear(nnx.Module):
         contract: int = 1,
         scale: float = 1.0,
     ) -> None:
-        dtype, deviation = DTYPES[config.param_dtype], 1 / math.sqrt(math.prod(shape[:contract]))
-
-        def drawn(shape: tuple[int, ...], axes: tuple[str | None, ...], scale: float) -> nnx.Param:
-            value = scale * deviation * jax.random.normal(rngs.params(), shape, jnp.float32)
-            return nnx.Param(value.astype(dtype), axes=axes)
-
-        self.kernel = drawn(shape, axes, scale)
+        deviation, key = 1 / math.sqrt(math.prod(shape[:contract])), rngs.params()
+        value = scale * deviation * jax.random.normal(key, shape, jnp.float32)
+        self.kernel = nnx.Param(value.astype(DTYPES[config.param_dtype]), axes=axes)
         self.contract = contract
         self.adapted = config.adapter.fits(name)
         if self.adapted:
-            rank = config.adapter.rank
+            rank, dtype = config.adapter.rank, DTYPES[config.adapter.dtype]
             self.strength = config.adapter.alpha / rank
-            self.adapter_in = drawn((*shape[:contract], rank), (*axes[:contract], None), 1.0)
+            # A key of its own: the kernels are the same bits whether there are adapters or not.
+            key = jax.random.fold_in(key, 1)
+            low = deviation * jax.random.normal(key, (*shape[:contract], rank), jnp.float32)
+            self.adapter_in = nnx.Param(low.astype(dtype), axes=(*axes[:contract], None))
             zeros = jnp.zeros((rank, *shape[contract:]), dtype)
             self.adapter_out = nnx.Param(zeros, axes=(None, *axes[contract:]))
 
     def __call__(self, x: Array) -> Array:
         """Contract x's last axes with the kernel, in x's dtype."""
         made = contracted(x, self.kernel[...], self.contract)
-        if self.adapted:
-            low = contracted(x, self.adapter_in[...], self.contract)
-            made = made + self.strength * contracted(low, self.adapter_out[...], 1)
-        return made
+        return made if not self.adapted else made + self.added(x)
+
+    def added(self, x: Array) -> Array:
+        """What the adapter adds, in x's dtype."""
+        low = contracted(x, self.adapter_in[...], self.contract)
+        return self.strength * contracted(low, self.adapter_out[...], 1)
 
 
 def contracted(x: Array, kernel: Array, axes: int) -> Array:

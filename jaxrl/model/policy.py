@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.batch import Batch, View
 from jaxrl.mesh import Rules, require_divisible, spec, ways
-from jaxrl.model import novelty, transformer
+from jaxrl.model import adapters, novelty, transformer
 from jaxrl.model.experts import mixture, sharded_mixture
 from jaxrl.model.form import DTYPES, ModelConfig
 from jaxrl.model.layers import Guide, Mixture, Routing
@@ -416,6 +416,8 @@ def build(
             }
         for field, (logical, value) in more.items():
             require_divisible(f"{section}.{field}", value, mesh, rules[logical])
+        if who != VALUE:
+            adapters.refuse_misfits(section, form, transformer.shapes(form))
         if form.vocab_size != config.vocab_size:
             raise ValueError(
                 f"{section}.vocab_size={form.vocab_size}; allowed: {config.vocab_size}, the "

@@ -243,9 +243,10 @@ class Decoder(nnx.Module):
         head = self.output or self.head
         kernel, axis = (self.embedding, 1) if head is None else (head.kernel, 0)
         dimensions = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        return jax.lax.dot_general(
+        logits = jax.lax.dot_general(
             hidden, kernel[...].astype(hidden.dtype), dimensions, preferred_element_type=jnp.float32
         )
+        return logits + head.added(hidden) if head is not None and head.adapted else logits
 
 
 def keep(key: Array, value: Array) -> tuple[Array, Array]:

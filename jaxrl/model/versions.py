@@ -56,7 +56,7 @@ def write_weights(
         "extra": dict(extra or {}),
     }
     if final.exists():
-        held = _read_manifest(final)
+        held = read_manifest(final)
         same = all(held[field] == manifest[field] for field in ("epoch", "step", "digest"))
         if not same:
             stated = ", ".join(f"{field}={held[field]!r}" for field in ("epoch", "step", "digest"))
@@ -91,7 +91,7 @@ def read_weights(
     shape or dtype than the manifest or ``shapes`` say.
     """
     final = epath.Path(path)
-    manifest = _read_manifest(final)
+    manifest = read_manifest(final)
     payload = (final / TENSORS).read_bytes()
     digest = hashlib.sha256(payload).hexdigest()
     if digest != manifest["digest"]:
@@ -117,7 +117,7 @@ def read_weights(
 def check_weights(path: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Read a published version's manifest only. Raises ValueError if the directory is none, or
     naming at once all tensors that are not the model's."""
-    stated = _read_manifest(epath.Path(path))["tensors"]
+    stated = read_manifest(path)["tensors"]
     found = {name: (tuple(x["shape"]), x["dtype"]) for name, x in stated.items()}
     expected = {name: (tuple(x.shape), str(x.dtype)) for name, x in shapes.items()}
     if faults := _differences(found, expected, "the model"):
@@ -146,9 +146,10 @@ def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], who: str
     return faults
 
 
-def _read_manifest(directory: epath.Path) -> dict[str, Any]:
-    """The manifest, checked to be one that we understand."""
-    path = directory / MANIFEST
+def read_manifest(directory: epath.PathLike) -> dict[str, Any]:
+    """The manifest of a published version. Raises ValueError if the directory is none, or one that
+    we do not understand."""
+    path = epath.Path(directory) / MANIFEST
     if not path.exists():
         raise ValueError(f"{directory} is not a published version: {MANIFEST} is missing")
     try:

@@ -303,8 +303,9 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
             "pool.max_feedback_tokens)"
         )
     routed = routing_of(phase)
+    shapes = parts.policy.shapes
+    trained, frozen = optimizer.split(shapes, optimizer.freezing(phase.optimizer, shapes))
     if routed is not None:
-        _, frozen = optimizer.split(parts.policy.shapes, phase.optimizer.freeze)
         routing.refuse_pointless_balance(routed, sorted(frozen))
     step = make_step(
         parts.policy,
@@ -321,10 +322,11 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
     step.plan(phase.train.groups * phase.pool.rollouts_per_group)
     views_of(parts, phase, algorithm)
     half_ulp = 2.0**-9 / math.sqrt(phase.model.width)  # of a weight of typical size, in bfloat16
-    if phase.model.param_dtype == "bfloat16" and phase.optimizer.learning_rate < half_ulp:
+    narrow = any(x.dtype == jax.numpy.bfloat16 for x in trained.values())
+    if narrow and phase.optimizer.learning_rate < half_ulp:
         warnings.warn(
             f"optimizer.learning_rate={phase.optimizer.learning_rate} is below half a unit in the "
-            f"last place ({half_ulp:.1e}) of most weights in model.param_dtype='bfloat16': they "
+            f"last place ({half_ulp:.1e}) of most weights that are trained in bfloat16: they "
             "will not move; keep float32 masters",
             stacklevel=2,
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from jaxrl.model.adapters import is_adapter, is_added
+
 NAMES = ("adamw", "sgd")
+TRAINED = ("auto", "adapters", "base", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class OptimizerConfig:
     epsilon: float
     weight_decay: float
     clip_norm: float
+    train: str
     freeze: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -42,6 +46,7 @@ class OptimizerConfig:
             ("epsilon", "> 0", self.epsilon > 0),
             ("weight_decay", ">= 0", self.weight_decay >= 0),
             ("clip_norm", "> 0", self.clip_norm > 0),
+            ("train", f"one of {', '.join(TRAINED)}", self.train in TRAINED),
             ("freeze", "a sequence of regular expressions", not isinstance(self.freeze, str)),
         ):
             if not right:
@@ -111,6 +116,37 @@ def build(config: OptimizerConfig) -> optax.GradientTransformation:
         optax.add_decayed_weights(config.weight_decay),
         scale_by_rate(schedule(config)),
     )
+
+
+def freezing(config: OptimizerConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """What a model of these parameters leaves as it is, as patterns for ``split``: all that
+    ``train`` leaves out, and ``freeze``.
+
+    "adapters" are the low-rank factors and the output of a value, "base" is all but the factors;
+    "auto" is "adapters" where there are any, else "all". Raises ValueError if there are no adapters
+    to train, or ``freeze`` leaves none of what ``train`` says.
+    """
+    names = sorted(names)
+    factors = [name for name in names if is_adapter(name)]
+    train = config.train if config.train != "auto" else "adapters" if factors else "all"
+    if train == "adapters" and not factors:
+        raise ValueError(
+            "optimizer.train='adapters'; allowed: 'auto', 'base', 'all' (no linear "
+            "has an adapter, see model.adapter)"
+        )
+    left = {
+        "adapters": [name for name in names if is_added(name)],
+        "base": [name for name in names if not is_adapter(name)],
+        "all": names,
+    }[train]
+    if all(any(re.search(pattern, name) for pattern in config.freeze) for name in left):
+        raise ValueError(
+            f"optimizer.freeze={tuple(config.freeze)!r} freezes every parameter that "
+            f"optimizer.train={config.train!r} trains ({', '.join(left[:4])}, ...); allowed: some "
+            "are left to train"
+        )
+    still = sorted(set(names) - set(left))
+    return (*(f"^{re.escape(name)}$" for name in still), *config.freeze)
 
 
 def split(

@@ -2,7 +2,7 @@
 them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ import optax
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.algorithms.contract import Algorithm
 from jaxrl.model import novelty
+from jaxrl.model.adapters import is_adapter
 from jaxrl.model.form import ModelConfig
 from jaxrl.model.policy import NOVELTY, VALUE, Policy
 from jaxrl.train import optimizer
 from jaxrl.train.routing import ORIGIN, ROUTER
 from jaxrl.train.settings import Phase
-from jaxrl.train.state import Role, roles_of, scorer
+from jaxrl.train.state import STUDENT, Role, roles_of, scorer
 
 SELF = "self"
 TEACHER = "teacher"
@@ -54,6 +55,20 @@ def beside(phase: Phase) -> set[str]:
     return {ORIGIN} if phase.model.experts.count else set()
 
 
+def base_of_teacher(phase: Phase, policy: Policy, fixed: Collection[str]) -> list[str]:
+    """What the teacher shares with the student, which leaves ``fixed`` as it is: nothing, or all
+    but the adapters with ``scorers.teacher.base="student"``. ValueError if the student moves it."""
+    if phase.scorers.teacher.base != STUDENT:
+        return []
+    base = [name for name in policy.form_of(TEACHER).shapes if not is_adapter(name)]
+    if moving := [name for name in base if name not in fixed]:
+        raise ValueError(
+            f"phases.{phase.name}: scorers.teacher.base='student', but the student trains "
+            f"{', '.join(moving[:4])}; allowed: 'own', or optimizer.train='adapters'"
+        )
+    return base
+
+
 def build(
     phase: Phase, policy: Policy, student: Params, teacher: Params | None, key: jax.Array
 ) -> dict[str, Role]:
@@ -61,32 +76,46 @@ def build(
 
     ``self`` starts as the student, in float32 at least: its steps are too small for less; ``value``
     as the student's trunk with an output of 0; ``novelty`` is drawn anew; ``router_origin`` are the
-    student's routers as they are now. ``teacher`` are its
-    weights, if the algorithm reads one.
+    student's routers as they are now. ``teacher`` are its weights, if the algorithm reads one.
+
+    What neither the student nor ``self`` or ``value`` trains is the student's and not copied; nor
+    is the base of a teacher with ``scorers.teacher.base="student"``, whose adapters alone are read
+    from ``teacher``.
     """
     algorithm = algorithms.load(**phase.algorithm)
     txs = learners(phase, algorithm)
     asked = roles_of(algorithm)
-    freeze = {who: phase.scorers.optimizer(who).freeze for who in (TEACHER, VALUE, NOVELTY)}
+    _, fixed = optimizer.split(student, optimizer.freezing(phase.optimizer, student))
     made: dict[str, Role] = {}
+
+    def learning(who: str, params: Params, shared: Collection[str], *freeze: str) -> Role:
+        patterns = optimizer.freezing(phase.scorers.optimizer(who), {*params, *shared})
+        return scorer(params, tx=txs.get(who), freeze=(*freeze, *patterns), shared=shared)
+
     if SELF in asked:
-        average = {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for n, x in student.items()}
-        made[SELF] = scorer(average, ema_rate=phase.scorers.average.ema_rate)
+        average = {
+            name: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            for name, x in student.items()
+            if name not in fixed
+        }
+        made[SELF] = scorer(average, ema_rate=phase.scorers.average.ema_rate, shared=fixed)
     if TEACHER in asked:
         assert teacher is not None
-        made[TEACHER] = scorer(teacher, tx=txs.get(TEACHER), freeze=freeze[TEACHER])
+        shared = base_of_teacher(phase, policy, fixed)
+        own = {name: x for name, x in teacher.items() if name not in shared}
+        made[TEACHER] = learning(TEACHER, own, shared)
     if VALUE in asked:
         trunk = {
             name: student[name] if name in student else jnp.zeros(shape.shape, shape.dtype)
             for name, shape in policy.form_of(VALUE).shapes.items()
         }
-        made[VALUE] = scorer(trunk, tx=txs.get(VALUE), freeze=freeze[VALUE])
+        _, still = optimizer.split(trunk, optimizer.freezing(phase.scorers.optimizer(VALUE), trunk))
+        made[VALUE] = learning(VALUE, trunk, set(still) & set(fixed))
     if NOVELTY in asked:
         width, hidden = phase.model.width, phase.scorers.novelty.hidden
         layers = len(novelty.depths(phase.model.layers))
         params = novelty.init(key, layers=layers, width=width, hidden=hidden)
-        fixed = (f"^{novelty.FROZEN}", *freeze[NOVELTY])
-        made[NOVELTY] = scorer(params, tx=txs.get(NOVELTY), freeze=fixed)
+        made[NOVELTY] = learning(NOVELTY, params, (), f"^{novelty.FROZEN}")
     if phase.model.experts.count:
         made[ORIGIN] = scorer({name: x for name, x in student.items() if ROUTER.search(name)})
     return made

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from jaxrl import mesh
 from jaxrl.algorithms import contract as algorithms
 from jaxrl.model import policy, pretrained
+from jaxrl.model.adapters import is_adapter
 from jaxrl.model.policy import Policy
 from jaxrl.model.sampler import Sampler
 from jaxrl.model.versions import write_weights
@@ -126,7 +127,7 @@ def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: An
     return create(
         params,
         optimizer.build(phase.optimizer),
-        freeze=phase.optimizer.freeze,
+        freeze=optimizer.freezing(phase.optimizer, params),
         roles=roles_of(algorithms.load(**phase.algorithm)) | roles.beside(phase),
         key=key,
         step=phase.first_step,
@@ -135,14 +136,16 @@ def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: An
 
 
 def named_teacher(phase: Phase) -> TeacherConfig:
-    """The teacher's section. ValueError if it names no weights."""
-    if not phase.scorers.teacher.weights:
+    """The teacher's section. ValueError if it names no weights, and is not to begin as the student
+    over the student's base."""
+    teacher = phase.scorers.teacher
+    if not teacher.weights and teacher.base != STUDENT:
         raise ValueError(
             f"phases.{phase.name}: scorers.teacher.weights=''; algorithm "
             f"{phase.algorithm['name']!r} reads a teacher; allowed: an earlier phase, or a "
             "directory of weights"
         )
-    return phase.scorers.teacher
+    return teacher
 
 
 def needs_teacher(phase: Phase) -> bool:
@@ -157,18 +160,21 @@ def stored(name: str, root: epath.Path) -> epath.Path:
 
 def check_stored(phase: Phase, parts: Parts, root: epath.Path) -> None:
     """ValueError for weights, named by the config, that do not fit: not a phase later."""
-    named = {"train.start": (phase.train.start, parts.policy)}
+    over = phase.scorers.teacher.base == STUDENT
+    named = {"train.start": (phase.train.start, parts.policy, False)}
     if needs_teacher(phase):
         form = parts.policy.form_of(roles.TEACHER)
-        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, form)
+        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, form, over)
+    if phase.train.adapters:
+        named["train.adapters"] = (phase.train.adapters, parts.policy, True)
     if reader := text_reader(phase, parts, root):
-        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, reader[0])
-    for field, (path, form) in named.items():
+        named["scorers.teacher.weights"] = (phase.scorers.teacher.weights, reader[0], False)
+    for field, (path, form, alone) in named.items():
         if "/" not in path:
             continue
         try:
             # What the first phase starts from is read at once, and its numbers are looked at then.
-            starts.check(stored(path, root), form, values=phase.first_step > 0)
+            starts.check(stored(path, root), form, values=phase.first_step > 0, alone=alone)
         except ValueError as error:
             raise ValueError(f"phases.{phase.name}: {field}: {error}") from error
 
@@ -186,11 +192,31 @@ def begin(
         params = starts.read(stored(phase.train.start, root), student, phase.seed, note)
     elif params is None:
         params = student.init(jax.random.key(phase.seed))
-    teacher = None
-    if needs_teacher(phase):
-        form = student.form_of(roles.TEACHER)
-        teacher = starts.read(stored(phase.scorers.teacher.weights, root), form, phase.seed, note)
+    if phase.train.adapters:
+        path = stored(phase.train.adapters, root)
+        params = {**params, **starts.adapters_over(params, path, student, phase.seed, note)}
+    teacher = read_teacher(phase, student, root, params, note) if needs_teacher(phase) else None
     return place(fresh(phase, student, params, teacher), student, parts.mesh)
+
+
+def read_teacher(
+    phase: Phase,
+    student: Policy,
+    root: epath.Path,
+    params: dict[str, jax.Array],
+    note: Callable[[str], None],
+) -> dict[str, jax.Array]:
+    """The teacher's weights; over the student's base, which are ``params``, its adapters only."""
+    form, section = student.form_of(roles.TEACHER), phase.scorers.teacher
+    if section.base != STUDENT:
+        return starts.read(stored(section.weights, root), form, phase.seed, note)
+    if not section.weights:
+        return {name: params[name] for name in form.shapes if is_adapter(name)}
+    try:
+        path = stored(section.weights, root)
+        return starts.adapters_over(params, path, form, phase.seed, note)
+    except ValueError as error:
+        raise ValueError(f"phases.{phase.name}: scorers.teacher.weights: {error}") from error
 
 
 def form(phase: Phase, parts: Parts) -> TrainState:
@@ -249,6 +275,11 @@ def text_reader(phase: Phase, parts: Parts, root: epath.Path) -> tuple[Policy, R
             f"phases.{phase.name}: scorers.teacher.model.vocab_size={teacher.model.vocab_size}; "
             f"allowed: >= {tokenizer.vocab_size}, of scorers.teacher.tokenizer="
             f"{teacher.tokenizer!r}"
+        )
+    if teacher.base == STUDENT:
+        raise ValueError(
+            f"phases.{phase.name}: scorers.teacher.base='student'; allowed: 'own' (algorithm "
+            f"{phase.algorithm['name']!r} has the teacher read the text, as a model of its own)"
         )
     return policy.build(teacher.model, parts.mesh, parts.policy.rules), tokenizer
 

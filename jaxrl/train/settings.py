@@ -18,6 +18,8 @@ from jaxrl.train import views
 from jaxrl.train.curriculum import CurriculumConfig
 from jaxrl.train.optimizer import OptimizerConfig
 
+STUDENT = "student"
+
 # Words of train.start that name no phase: go on with what is there, and begin anew.
 STARTS = ("", "fresh")
 
@@ -165,6 +167,7 @@ class TrainConfig:
     token_buckets: tuple[int, ...]
     view_token_buckets: tuple[int, ...]
     start: str
+    adapters: str
     routes: str
     balance_weight: float
     curriculum: CurriculumConfig
@@ -173,6 +176,11 @@ class TrainConfig:
         _positive("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
         _ladder("train", self, "token_buckets")
         _one_of("train", self, "routes", ("free", "replayed"))
+        if self.adapters and "/" not in self.adapters:
+            raise ValueError(
+                f"train.adapters={self.adapters!r}; allowed: '', or a directory of adapters (a "
+                "path with a /)"
+            )
         if not self.balance_weight >= 0:
             raise ValueError(f"train.balance_weight={self.balance_weight!r}; allowed: >= 0")
         if self.view_token_buckets:
@@ -198,11 +206,13 @@ class TeacherConfig:
     """Another model: whose weights, of which form, and how it learns where it does."""
 
     weights: str
+    base: str
     tokenizer: str
     model: ModelConfig
     optimizer: OptimizerConfig
 
     def __post_init__(self) -> None:
+        _one_of("scorers.teacher", self, "base", ("own", "student"))
         _tokenizer("scorers.teacher", self, ("", *TOKENIZERS))
 
 
@@ -354,7 +364,7 @@ def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
         raise TypeError(f"scorers has {sorted(fields)}; allowed: exactly {sorted(known)}")
 
     def optimizer(who: str) -> OptimizerConfig:
-        own = {"freeze": (), **fields[who]["optimizer"]}
+        own = {"freeze": (), "train": "auto", **fields[who]["optimizer"]}
         return _differing(f"scorers.{who}", _optimizer, sections["optimizer"], own)
 
     teacher = fields["teacher"]
@@ -383,10 +393,26 @@ def _refer(resolved: list[Phase], phase: Phase) -> None:
                 f"phases.{phase.name}: {field}={value!r}; allowed: {', '.join(allowed)}, or a "
                 "directory of weights (a path with a /)"
             )
-    if teacher.weights in earlier and teacher.model != phase.model:
+    _alike(phase, teacher.weights in earlier)
+
+
+def _alike(phase: Phase, of_student: bool) -> None:
+    """Check that a teacher whose weights or base are a student's has a student's form. Adapters may
+    differ where they are not a student's: new ones over weights that have none, others over its
+    base, or none over it."""
+    teacher, model = phase.scorers.teacher, phase.model
+    over = teacher.base == STUDENT
+    if over:
+        differing = not teacher.model.adapter.rank if not teacher.weights else not of_student
+    else:
+        differing = not model.adapter.rank
+    same_base = dataclasses.replace(teacher.model, adapter=model.adapter) == model
+    if (over or of_student) and not (same_base and (differing or teacher.model == model)):
+        beside = "base='student'" if over else f"weights={teacher.weights!r}"
         raise ValueError(
             f"phases.{phase.name}: scorers.teacher.model differs from model; allowed beside "
-            f"scorers.teacher.weights={teacher.weights!r}: a student's form"
+            f"scorers.teacher.{beside}: a student's form (its adapters may differ where they are "
+            "not read from a student's weights)"
         )
 
 

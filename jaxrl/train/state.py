@@ -52,18 +52,27 @@ class Role:
 
     ``params`` and ``frozen`` are disjoint flat trees, name -> array; moments exist for ``params``
     only, and only where the role is trained. A role with ``ema_rate`` r > 0 follows the student: p
-    <- r p + (1 - r) student, after every update.
+    <- r p + (1 - r) student, after every update. ``shared`` names the parameters that the role has
+    in common with the student, which leaves them frozen: they are held once, by the student.
     """
 
     params: Params
     frozen: Params
     opt_state: optax.OptState
     ema_rate: float = dataclasses.field(metadata={"static": True})
+    shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def all(self) -> Params:
-        """Trainable and frozen together: what a forward pass needs."""
-        return {**self.params, **self.frozen}
+        """Trainable and frozen together: what a forward pass needs. ValueError for a role that
+        shares some with the student, see ``models_of``."""
+        if self.shared:
+            raise ValueError(f"{len(self.shared)} parameters are the student's; ask models_of()")
+        return self.beside({})
+
+    def beside(self, base: Params) -> Params:
+        """All parameters, those that are shared out of the student's frozen ones."""
+        return {**self.params, **self.frozen, **{name: base[name] for name in self.shared}}
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +84,12 @@ class TrainState:
     step: Int[Array, ""]
     key: UInt32[Array, " words"]
     roles: dict[str, Role]
+
+
+def models_of(roles: Mapping[str, Role]) -> dict[str, Params]:
+    """All parameters of each role, a shared one in each that reads it."""
+    base = roles[STUDENT].frozen
+    return {who: role.beside(base) for who, role in roles.items()}
 
 
 def roles_of(algorithm: Algorithm) -> set[str]:
@@ -95,11 +110,20 @@ def scorer(
     tx: optax.GradientTransformation | None = None,
     freeze: Sequence[str] = (),
     ema_rate: float = 0.0,
+    shared: Collection[str] = (),
 ) -> Role:
     """A role beside the student around a copy of ``params``: with moments if it has an optimizer,
-    else one that only scores, following the student at ``ema_rate``."""
-    trainable, frozen = split(jax.tree.map(jnp.copy, dict(params)), freeze)
-    return Role(trainable, frozen, moments(tx, trainable) if tx else (), ema_rate)
+    else one that only scores, following the student at ``ema_rate``. Of those in ``shared`` none is
+    copied, or need be in ``params``. ValueError if the role would train one of them."""
+    trainable, frozen = split({**dict.fromkeys(shared), **params}, freeze)
+    if both := sorted(set(shared) & set(trainable)) if tx else []:
+        raise ValueError(f"{both[0]} would be trained and shared; allowed: one of the two")
+    trainable, frozen = (
+        {name: jnp.copy(x) for name, x in tree.items() if name not in shared}
+        for tree in (trainable, frozen)
+    )
+    state = moments(tx, trainable) if tx else ()
+    return Role(trainable, frozen, state, ema_rate, tuple(sorted(shared)))
 
 
 def create(
@@ -113,22 +137,28 @@ def create(
     others: Mapping[str, Role] | None = None,
 ) -> TrainState:
     """A fresh state around ``params``: new moments, a copy of ``params`` as the reference if
-    ``roles`` names it, and of ``others`` those that it names.
+    ``roles`` names it, and of ``others`` those that it names. What the student leaves frozen is not
+    copied: the reference shares it.
 
     The state owns its arrays: all of them are copies, since the step donates its state and donating
     an array twice, or one that somebody else reads, is a hard error. ``key`` is a typed key. Raises
     ValueError for a role that is not there, and as ``optimizer.split`` does.
     """
-    models = {STUDENT: scorer(params, tx=tx, freeze=freeze)}
+    made = {STUDENT: scorer(params, tx=tx, freeze=freeze)}
     if REFERENCE in roles:
-        models[REFERENCE] = scorer(params)
+        made[REFERENCE] = scorer(params, shared=made[STUDENT].frozen)
     others = others or {}
-    unknown = sorted(set(roles) - set(models) - set(others))
+    unknown = sorted(set(roles) - set(made) - set(others))
     if unknown:
         allowed = ", ".join([STUDENT, REFERENCE, *sorted(others)])
         raise ValueError(f"scorers {unknown} are not there; allowed: {allowed}")
-    models |= {who: role for who, role in others.items() if who in roles}
-    return TrainState(jnp.asarray(step, jnp.int32), jnp.copy(jax.random.key_data(key)), models)
+    made |= {who: role for who, role in others.items() if who in roles}
+    for who, role in made.items():
+        if moving := sorted(set(role.shared) - set(made[STUDENT].frozen)):
+            raise ValueError(
+                f"{who} shares {moving} with the student; allowed: what the student leaves frozen"
+            )
+    return TrainState(jnp.asarray(step, jnp.int32), jnp.copy(jax.random.key_data(key)), made)
 
 
 def shardings(state: TrainState, policy: Scorer, mesh: Mesh) -> TrainState:

@@ -31,7 +31,7 @@ from jaxrl.mesh import ways
 from jaxrl.train import accumulate, routing
 from jaxrl.train.accumulate import ADVANTAGE, ADVANTAGE_SQUARE, Models, Taken, Tally, tally
 from jaxrl.train.routing import Loads, RoutingConfig
-from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, shardings
+from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, models_of, shardings
 
 Metrics = dict[str, Array]
 
@@ -172,14 +172,13 @@ class Step:
         self,
         learner: Learner,
         role: Role,
-        others: Models,
+        models: Models,
         taken: Taken,
         plan: Plan,
         begun: Loads | None,
     ) -> tuple[Role, Report]:
         """One update of a role from the rollouts of ``taken``; the same role if skipped."""
         batch, observed, credit = taken
-        models = {**others, learner.who: role.all}
         if credit is None:  # refresh = "update"; what came with the batch is the start of the take
             start = {f"start/{name}": x for name, x in observed.items()}
             now = observed if plan.updates == 1 else self.observe(models, batch, plan)[0]
@@ -219,12 +218,11 @@ class Step:
         """All updates of a take: the learner after them, the roles that followed it, reports."""
         follows = learner.who == STUDENT
         followers = {w: r for w, r in roles.items() if follows and r.ema_rate > 0}
-        still = {w: r.all for w, r in roles.items() if w not in followers and w != learner.who}
 
         def update(carry: Any, part: Taken) -> tuple[Any, Report]:
             role, behind = carry
-            others = {**still, **{who: each.all for who, each in behind.items()}}
-            role, report = self.update(learner, role, others, part, plan, begun)
+            now = models_of({**roles, learner.who: role, **behind})
+            role, report = self.update(learner, role, now, part, plan, begun)
             return (role, {w: follow(r, role, report.made) for w, r in behind.items()}), report
 
         def epoch(carry: Any, _: None) -> tuple[Any, Report]:
@@ -240,8 +238,7 @@ class Step:
         plan = self.plan(batch.valid.shape[0])
         batch = accumulate.sanitised(batch)
         roles = dict(state.roles)
-        models = {who: role.all for who, role in roles.items()}
-        observed, begun = self.observe(models, batch, plan)
+        observed, begun = self.observe(models_of(roles), batch, plan)
 
         def cut(credit: Any) -> Taken:
             rows = self.student.passes.rows

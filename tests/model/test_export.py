@@ -144,7 +144,7 @@ def test_a_form_that_the_family_cannot_say_is_refused(config, words, tmp_path):
 
 
 def test_adapters_are_merged_into_an_export_and_never_left(tmp_path):
-    adapter = AdapterConfig(rank=2, alpha=3.0, pattern="attention|mlp/down")
+    adapter = AdapterConfig(rank=2, alpha=3.0, pattern="attention|mlp/down", dtype="float32")
     config = dataclasses.replace(CONFIG, adapter=adapter)
     policy = build(config, None, Rules())
     params = policy.init(jax.random.key(0))

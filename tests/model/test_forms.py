@@ -175,7 +175,8 @@ def test_experts_split_over_devices_give_the_same_loss_and_gradient(name, sizes)
 
 
 def test_an_adapter_starts_as_nothing_and_is_the_product_of_its_factors():
-    adapter = AdapterConfig(rank=2, alpha=3.0, pattern="attention/(query|output)|mlp/down")
+    pattern = "attention/(query|output)|mlp/down"
+    adapter = AdapterConfig(rank=2, alpha=3.0, pattern=pattern, dtype="float32")
     policy = policy_on(adapter=adapter)
     params = policy.init(jax.random.key(1))
     plain = {name: x for name, x in params.items() if "adapter" not in name}

@@ -24,6 +24,7 @@ PLAIN = OptimizerConfig(
     epsilon=1e-8,
     weight_decay=0.0,
     clip_norm=1e9,
+    train="auto",
     freeze=(),
 )
 

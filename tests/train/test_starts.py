@@ -99,7 +99,7 @@ def test_numbers_of_a_later_phase_are_looked_at_before_the_first_is_trained(publ
 
 def test_adapters_beside_a_checkpoint_are_new_and_change_nothing_yet(published, tmp_path):
     path, params, root, _ = published
-    made = config(adapter={"rank": 2, "alpha": 4.0, "pattern": "attention"})
+    made = config(adapter={"rank": 2, "pattern": "attention"})
     phases = settings.phases(made)
     parts = rounds.assemble(phases, tmp_path)
     rounds.check_stored(started(phases[0], path), parts, root)

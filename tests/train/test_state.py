@@ -25,7 +25,11 @@ def test_what_is_in_it():
     student = state.roles["student"]
     assert set(student.params) == {"embed", "head"} and set(student.frozen) == {"scale"}
     assert set(student.all) == set(params)
-    assert set(state.roles["reference"].params) == set(params)
+    reference = state.roles["reference"]
+    assert set(reference.params) == {"embed", "head"} and reference.shared == ("scale",)
+    assert set(states.models_of(state.roles)["reference"]) == set(params)
+    with pytest.raises(ValueError, match="1 parameters are the student's"):
+        _ = reference.all
     names = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(student.opt_state)}
     assert any("embed" in name for name in names)
     assert not any("scale" in name for name in names)  # no moments for what is frozen
@@ -56,6 +60,17 @@ def test_moments_are_float32_whatever_the_parameters_are():
 def test_a_role_that_nothing_builds():
     with pytest.raises(ValueError, match="'teacher'.*allowed: student, reference"):
         created(roles={"student", "teacher"})
+
+
+def test_only_what_the_student_leaves_frozen_is_shared():
+    params = Bigram().init(jax.random.key(0))
+    others = {"self": states.scorer(params, shared=("scale",))}
+    _, state = created(freeze=("scale",), roles={"student", "self"}, others=others)
+    assert len(jax.tree.leaves(state.roles["self"])) == 2
+    with pytest.raises(ValueError, match=r"self shares \['scale'\] with the student; allowed"):
+        created(roles={"student", "self"}, others=others)
+    with pytest.raises(ValueError, match="scale would be trained and shared"):
+        states.scorer(params, tx=optax.sgd(0.1), shared=("scale",))
 
 
 def test_roles_of():

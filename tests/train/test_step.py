@@ -254,6 +254,7 @@ ADAM = optimizer.build(
         epsilon=1e-8,
         weight_decay=0.1,
         clip_norm=1.0,
+        train="auto",
         freeze=(),
     )
 )
