@@ -28,7 +28,7 @@ from jaxrl.train.collate import collate
 from jaxrl.train.loop import Parts
 from jaxrl.train.metrics import Logger, Progress
 from jaxrl.train.settings import Phase
-from jaxrl.train.state import STUDENT, roles_of
+from jaxrl.train.state import STUDENT, models_of, roles_of
 from jaxrl.train.workdir import Workdir
 
 ROOT = Path(__file__).parents[1]
