@@ -3,8 +3,9 @@
 A take goes (1) sample and verify, label with the old student and the old teacher; (2) the student
 learns from A_ver + lambda (a_t - abar), see ``algorithms/residual.py``; (3) the teacher learns from
 the student's rollouts with A_ver alone, its clipped ratio that of its own log-probs; (4) the new
-teacher labels the next take. What of the teacher is trained is said by its optimizer
-(``config.scorers.teacher.optimizer``, with patterns to freeze where the paper trains an adapter).
+teacher labels the next take. In the paper the teacher trains an adapter, here what its optimizer
+says (``config.scorers.teacher.optimizer``), over a base of its own or the student's
+(``config.scorers.teacher.base``).
 
 The rollouts are the student's and the teacher's update has no weights for that, so it is a
 heuristic: keep its clip tight and its steps small. Source: arXiv 2610.11519, appendix B.8.

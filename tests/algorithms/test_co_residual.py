@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxrl.algorithms.contract import load
-from jaxrl.train.state import scorer
+from jaxrl.train.state import models_of, scorer
 from tests.algorithms.batches import differences, logps, update
 from tests.algorithms.test_residual import PLAIN as RESIDUAL
 from tests.algorithms.test_residual import TRUST, observed_of, small
@@ -83,13 +83,15 @@ TX = optax.sgd(0.5)
 
 
 @functools.cache
-def walk(*, method):
-    """(student, teacher) after each of two takes; the teacher's ``scale`` is frozen."""
+def walk(*, method, shared=()):
+    """(student, teacher) after each of two takes; the teacher's ``scale`` is frozen, and what it
+    shares with the student."""
     algorithm = make() if method == "co_residual" else load("residual", **RESIDUAL)
     params = toy.Bigram().init(jax.random.key(9))
     optimizer = TX if method == "co_residual" else None
-    teacher = scorer(params, tx=optimizer, freeze=("scale",) if optimizer else ())
-    state = toy.state_of(algorithm, TX, others={"teacher": teacher})
+    freeze = shared or (("scale",) if optimizer else ())
+    teacher = scorer(params, tx=optimizer, freeze=freeze, shared=shared)
+    state = toy.state_of(algorithm, TX, freeze=shared, others={"teacher": teacher})
     found = [snapshot(state)]
     step = toy.step_of(
         algorithm, TX, micro=4, size=4, epochs=2, minibatches=2, lesson_txs={"teacher": TX}
@@ -104,7 +106,8 @@ def walk(*, method):
 
 
 def snapshot(state):
-    return {who: jax.tree.map(np.asarray, role.all) for who, role in state.roles.items()}
+    models = models_of(state.roles)
+    return {who: jax.tree.map(np.asarray, params) for who, params in models.items()}
 
 
 def same(a, b):
@@ -128,6 +131,16 @@ def test_r6_frozen_weights_of_the_teacher_never_move():
     for teacher in later:
         np.testing.assert_array_equal(teacher["scale"], first["scale"])
         assert not np.array_equal(teacher["head"], first["head"])
+
+
+def test_r6_a_base_that_both_share_never_moves_and_their_adapters_do():
+    first, *later = walk(method="co_residual", shared=("embed", "scale"))
+    for state in later:
+        for who in ("student", "teacher"):
+            np.testing.assert_array_equal(state[who]["embed"], first["student"]["embed"])
+            np.testing.assert_array_equal(state[who]["scale"], first["student"]["scale"])
+            assert not np.array_equal(state[who]["head"], first[who]["head"])
+        assert not np.array_equal(state["student"]["head"], state["teacher"]["head"])
 
 
 def test_bad_fields_are_named():
