@@ -32,6 +32,7 @@ asked.add_argument("--width", type=int, default=384)
 asked.add_argument("--hidden", type=int, default=384, help="of one expert")
 asked.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
 asked.add_argument("--threads", type=int, choices=(1, 2), default=1)
+asked.add_argument("--lean", type=float, default=0.0, help="deviation of experts' logits")
 asked.add_argument("--seconds", type=float, default=4.0, help="for each of them")
 asked.add_argument("--ragged", action="store_true")
 asked.add_argument("--seed", type=int, default=0)
@@ -106,7 +107,7 @@ def picked(x: jax.Array, routes: jax.Array, gates: jax.Array, *weights: jax.Arra
 def runs(tokens: int) -> dict[str, Run]:
     """Compiled, and run once."""
     experts, width, hidden = given.experts, given.width, given.hidden
-    keys = iter(jax.random.split(jax.random.key(given.seed), 9))
+    keys = iter(jax.random.split(jax.random.key(given.seed), 10))
 
     def normal(*shape: int) -> jax.Array:
         drawn = jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
@@ -114,18 +115,19 @@ def runs(tokens: int) -> dict[str, Run]:
 
     x, wide = normal(tokens, width) * tokens**0.5, hidden * given.per_token
     logits = jax.random.normal(next(keys), (tokens, experts))
+    logits += given.lean * jax.random.normal(next(keys), (experts,))
     routes, gates = softmax_router(logits, per_token=given.per_token, normalise=True, scale=1.0)
     inward, dense = (experts, width, hidden), (width, wide)
     weights = (normal(*inward), normal(*inward), normal(experts, hidden, width))
     one = (normal(*dense), normal(*dense), normal(wide, width))
 
     def ready(mix: Callable[..., jax.Array], weights: tuple[jax.Array, ...]) -> Run:
-        def objective(x: jax.Array, gates: jax.Array, weights: Any) -> jax.Array:
+        def objective(x: jax.Array, gates: jax.Array, weights: Any, routes: jax.Array) -> jax.Array:
             made = mix(x, routes, gates, *weights).astype(jnp.float32)
             return (made * made).sum()
 
         compiled = jax.jit(jax.value_and_grad(objective, (0, 1, 2)))
-        run = lambda: jax.block_until_ready(compiled(x, gates, weights))  # noqa: E731
+        run = lambda: jax.block_until_ready(compiled(x, gates, weights, routes))  # noqa: E731
         run()
         return run
 
