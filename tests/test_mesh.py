@@ -43,7 +43,9 @@ def test_a_mesh_that_does_not_fit_says_why(sizes, words):
 def test_specs_follow_the_rules():
     rules = Rules()
     assert spec(("vocab", "embed"), rules) == PartitionSpec("tensor", "fsdp")
-    assert spec(("rows", None, None), rules) == PartitionSpec(("data", "fsdp"), None, None)
+    assert spec(("rows", None, None), rules) == PartitionSpec(
+        ("data", "fsdp", "expert"), None, None
+    )
     assert spec(("layers", "head"), rules) == PartitionSpec(None, None)
 
 
