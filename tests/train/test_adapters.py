@@ -15,7 +15,7 @@ from jaxrl.model import adapters
 from jaxrl.model.adapters import is_adapter
 from jaxrl.model.form import AdapterConfig
 from jaxrl.model.versions import write_weights
-from jaxrl.train import rounds, settings
+from jaxrl.train import roles, rounds, settings
 from jaxrl.train import state as states
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.optimizer import freezing, split
@@ -244,6 +244,19 @@ def test_a_base_that_is_not_the_students_is_refused(run, tmp_path):
         ValueError, match="base='student', but the student trains .*; allowed: 'own'"
     ):
         rounds.form(phase, parts)
+
+
+def test_a_value_is_adapters_and_an_output_over_the_students_base(run):
+    phases, parts, *_ = run
+    made: Any = importlib.import_module("configs.ppo").get_config("tiny")
+    made.model = importlib.import_module("configs.co_residual").get_config("tiny").model
+    ppo = settings.phases(made)
+    policy = dataclasses.replace(parts.policy, others=tuple(roles.forms(ppo).items()))
+    state = rounds.form(ppo[-1], dataclasses.replace(parts, policy=policy))
+    student, value = (state.roles[who] for who in ("student", "value"))
+    assert set(value.params) == {*student.params, "output/kernel"} and not value.frozen
+    assert set(value.shared) == set(student.frozen)
+    assert set(states.models_of(state.roles)["value"]) == set(policy.form_of("value").shapes)
 
 
 def test_weights_without_adapters_get_new_ones(run, tmp_path):
