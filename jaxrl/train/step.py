@@ -70,7 +70,7 @@ class Plan:
             raise ValueError(
                 f"train.micro_rollouts={self.micro_rollouts}; allowed: divisors of the "
                 f"{self.update} rollouts of an "
-                f"update that are multiples of mesh.data * mesh.fsdp * "
+                "update that are multiples of mesh.data * mesh.fsdp * "
                 f"mesh.expert = {self.ways}"
             )
 

@@ -495,7 +495,7 @@ def test_at_most_one_compilation_a_bucket():
     [
         ({"minibatches": 3}, "train.minibatches=3 does not cut 8 rollouts"),
         ({"micro": 3}, "train.micro_rollouts=3; allowed: divisors of the 8 rollouts"),
-        ({"micro": 2, "mesh": {"data": 4}}, "multiples of mesh.data \\* mesh.fsdp \\* mesh.expert = 4"),
+        ({"micro": 2, "mesh": {"data": 4}}, "mesh.data \\* mesh.fsdp \\* mesh.expert = 4"),
         ({"coupling": "written", "micro": 1}, "multiples of pool.rollouts_per_group=2"),
     ],
 )
