@@ -16,7 +16,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # The compiler has flags in the environment only, and reads them once, when devices are asked for.
 # Much of a test is compilation of what runs for a millisecond; started processes optimise as for a
 # user. Two test processes with eight devices each starve one another: wait instead of aborting.
-_FLAGS = "--xla_backend_optimization_level=1 --xla_cpu_collective_call_terminate_timeout_seconds=900"
+_FLAGS = (
+    "--xla_backend_optimization_level=1 --xla_cpu_collective_call_terminate_timeout_seconds=900"
+)
 with pytest.MonkeyPatch.context() as environment:
     environment.setenv("XLA_FLAGS", _FLAGS, prepend=" ")
     jax.devices()

@@ -21,7 +21,8 @@ def test_two_commands_of_one_line_with_their_own_set_up():
     for command in (launch, test):
         assert command.count("\n") == 1 and command.startswith(SET_UP)
     assert "-m jaxrl.launch --config configs/quickstart.py --workdir" in launch
-    assert "'.[test]'" in test and test.endswith(".venv/bin/python -m pytest -n 2 --dist loadfile\n")
+    assert "'.[test]'" in test
+    assert test.endswith(".venv/bin/python -m pytest -n 2 --dist loadfile\n")
 
 
 def test_every_other_fence_is_no_command():
