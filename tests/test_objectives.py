@@ -210,7 +210,7 @@ def test_a_step_down_its_gradient_lowers_its_objective(name, desk):
     batch = accumulate.sanitised(batch)
     models = models_of(state.roles)
     with jax.disable_jit():
-        observed = student.observe(algorithm, models, batch, 1)
+        observed, _ = student.observe(algorithm, models, batch, 1)
         credit = algorithm.credit(batch, observed)
         if algorithm.refresh == "update":
             observed = {**observed, **{f"start/{key}": x for key, x in observed.items()}}
@@ -222,7 +222,7 @@ def test_a_step_down_its_gradient_lowers_its_objective(name, desk):
         for who, passes, its_credit in learners:
             trainable = state.roles[who].params
             (before, _), grads = jax.value_and_grad(passes.loss, has_aux=True)(
-                trainable, models, (batch, observed, its_credit)
+                trainable, models, (batch, observed, its_credit), None
             )
             norm = float(optax.tree.norm(grads))
             weighed = int((its_credit.weight != 0).sum())
@@ -234,7 +234,7 @@ def test_a_step_down_its_gradient_lowers_its_objective(name, desk):
                 change = taught(passes, trainable, moved, models, (batch, observed, its_credit))
                 assert change < 0, who
                 continue
-            after, _ = passes.loss(moved, models, (batch, observed, its_credit))
+            after, _ = passes.loss(moved, models, (batch, observed, its_credit), None)
             assert float(after) < float(before), who
     # One pass for each observer, one for each scorer of each evaluation of a loss (two here).
     asked = Counter(algorithm.observers)

@@ -135,9 +135,12 @@ def apart(a, b):
     return optax.tree.norm(optax.tree.sub(a, b)) / optax.tree.norm(b)
 
 
+def counted():
+    return (take().segment > 0) & take().valid[take().rollout][:, None]
+
+
 def counts(routes, layer):
-    mask = (take().segment > 0) & take().valid[take().rollout][:, None]
-    return np.bincount(routes[:, :, layer][mask].reshape(-1), minlength=4), mask
+    return np.bincount(routes[:, :, layer][counted()].reshape(-1), minlength=4)
 
 
 def test_a_frozen_router_keeps_its_bits_and_the_rest_is_trained_as_ever(free):
@@ -161,9 +164,9 @@ def test_loads_count_every_token_once_a_choice_and_no_padding(free):
     """case 32"""
     metrics = free[1]
     for layer in range(2):
-        count, mask = counts(chosen(), layer)
+        count = counts(chosen(), layer)
         share = count / count.sum()
-        assert count.sum() == 2 * mask.sum()
+        assert count.sum() == 2 * counted().sum()
         name = f"router/layer_{layer:02d}"
         assert metrics[f"{name}/max_share"] == pytest.approx(share.max(), rel=1e-6)
         assert metrics[f"{name}/cv"] == pytest.approx(count.std() / count.mean(), rel=1e-5)
@@ -176,8 +179,9 @@ def test_loads_count_every_token_once_a_choice_and_no_padding(free):
 
 def test_replayed_routes_load_the_experts_and_the_gates_are_live(free, replayed):
     state, metrics = replayed
+    mask = counted()
     for layer in range(2):
-        count, mask = counts(other(), layer)
+        count = counts(other(), layer)
         name = f"router/layer_{layer:02d}"
         assert metrics[f"{name}/max_share"] == pytest.approx(count.max() / count.sum())
     pairs = zip(chosen()[:, :, 0][mask], other()[:, :, 0][mask], strict=True)
@@ -199,10 +203,8 @@ def test_the_routers_own_choice_replayed_changes_nothing_nor_do_unknown_routes(f
 
 def test_the_balance_term_is_one_sum_over_tokens_and_no_part_of_the_loss(free):
     """Its gradient, by the formula over the whole take with the shares held fixed."""
-    weight, share = 0.5, []
-    for layer in range(2):
-        count, mask = counts(chosen(), layer)
-        share.append(count / count.sum())
+    weight, mask = 0.5, counted()
+    share = [counts(chosen(), layer) / counts(chosen(), layer).sum() for layer in range(2)]
 
     def term(params):
         found = _routed(policy_on(), True)(params, jnp.asarray(share, jnp.float32))
