@@ -11,15 +11,17 @@ import pytest
 from etils import epath
 
 from jaxrl.algorithms import sft
-from jaxrl.model import adapters
+from jaxrl.export import export, export_adapters
+from jaxrl.model import adapters, pretrained
 from jaxrl.model.adapters import is_adapter
 from jaxrl.model.form import AdapterConfig
-from jaxrl.model.versions import write_weights
+from jaxrl.model.versions import TENSORS, write_weights
 from jaxrl.train import roles, rounds, settings
 from jaxrl.train import state as states
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.optimizer import freezing, split
 from jaxrl.train.state import scorer
+from jaxrl.train.workdir import Workdir
 from tests.model.tiny import lively, policy_on
 from tests.train.test_optimizer import but
 from tests.train.test_roles import ADAM, RATE, SGD, Drawn, Graded, step
@@ -227,6 +229,22 @@ def test_a_teacher_begins_as_the_student_or_from_adapters_alone(run, tmp_path):
     rounds.check_stored(laid, parts, root)
     state = rounds.begin(laid, parts, root, None)
     assert_same(jax.device_get(state.roles["student"].all), taught)
+
+
+def test_a_runs_adapters_are_exported_alone_or_merged(run, tmp_path):
+    _, parts, _, student, taught = run
+    made: Any = importlib.import_module("configs.co_residual").get_config("tiny")
+    (tmp_path / "config.json").write_text(json.dumps(made.to_dict()))
+    write_weights(Workdir(epath.Path(tmp_path)).weights(0, 3), taught, epoch=0, step=3)
+    export_adapters(str(tmp_path), str(tmp_path / "alone"))
+    found = adapters.read_alone(tmp_path / "alone", student, parts.policy.config)
+    assert_same(jax.device_get(found), {n: x for n, x in taught.items() if is_adapter(n)})
+    whole = next((tmp_path / "weights").rglob(TENSORS)).stat().st_size
+    assert (tmp_path / "alone" / TENSORS).stat().st_size < 0.4 * whole
+    export(str(tmp_path), str(tmp_path / "merged"), tokenizer="", shard_bytes=10**9)
+    plain = adapters.without(parts.policy.config)
+    back = pretrained.import_checkpoint(tmp_path / "merged", plain, None, print)
+    assert_same(jax.device_get(back), jax.device_get(adapters.merged(taught, parts.policy.config)))
 
 
 def test_a_base_that_is_not_the_students_is_refused(run, tmp_path):
