@@ -18,12 +18,14 @@ import jax
 import numpy as np
 from absl import app, flags
 
-_FROM = flags.DEFINE_string("from", None, "the version whose routers are wanted")
-_INTO = flags.DEFINE_string("into", None, "the version that has all the rest")
-_TO = flags.DEFINE_string("to", None, "the directory to write")
-_PATTERN = flags.DEFINE_string(
-    "pattern", "router/", "regular expression searched in parameter names"
-)
+
+def _define_flags() -> None:
+    """Only for the command: importing the functions defines no flag that another command has."""
+    flags.DEFINE_string("from", None, "the version whose routers are wanted")
+    flags.DEFINE_string("into", None, "the version that has all the rest")
+    flags.DEFINE_string("to", None, "the directory to write")
+    flags.DEFINE_string("pattern", "router/", "regular expression searched in parameter names")
+    flags.mark_flags_as_required(["from", "into", "to"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,17 +103,18 @@ def main(argv: list[str]) -> None:
     """Restore. What was refused ends with one message and exit code 1."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    given = flags.FLAGS.flag_values_dict()
+    source, into, to = (given[name] for name in ("from", "into", "to"))
     try:
-        paths = [str(flag.value) for flag in (_FROM, _INTO, _TO)]
-        digest, told = restore(*paths, pattern=_PATTERN.value)
+        digest, told = restore(source, into, to, pattern=given["pattern"])
     except (ValueError, TypeError, KeyError, OSError) as error:
         sys.exit(f"jaxrl.restore_router: {type(error).__name__}: {error}")
     for each in told:
         far = ", ".join(f"{x:.4g}" for x in each.moved)
         print(f"{each.name}: had moved by {far} (|new - old| / |old|, by layer)")
-    print(f"{_TO.value} is {_INTO.value} with {len(told)} parameters of {_FROM.value}: {digest}")
+    print(f"{to} is {into} with {len(told)} parameters of {source}: {digest}")
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["from", "into", "to"])
+    _define_flags()
     app.run(main)

@@ -145,9 +145,16 @@ def test_what_does_not_fit_is_not_written(tmp_path):
         writer.append(sample())
         with pytest.raises(ValueError, match="logp"):
             writer.append(sample(logp=np.zeros(3, np.float32)))
-        with pytest.raises(ValueError, match=r"column facts/grid is float64\[2, 2\]"):
-            writer.append(sample(facts={"grid": np.zeros((2, 2))}))
+        with pytest.raises(ValueError, match=r"column facts/grid is float64\[2, 0\]"):
+            writer.append(sample(facts={"grid": np.zeros((2, 0))}))
     assert len(list(read(tmp_path / "a.rollouts"))) == 1
+
+
+def test_a_fact_keeps_its_axes(tmp_path):
+    routes = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+    write(tmp_path / "a.rollouts", [sample(facts={"token_routes": routes})])
+    found = list(read(tmp_path / "a.rollouts"))
+    np.testing.assert_array_equal(found[0].facts["token_routes"], routes)
 
 
 def test_a_record_replaced_after_indexing_is_refused(tmp_path):
