@@ -1,6 +1,6 @@
 """Does freezing or replaying the router keep a mixture of experts balanced under reinforcement?
 
-Look at: router/cv, router/cold (loads), router/drift (from the recorded routes), router/distance,
+Look at: router/cv, router/cold (loads), router/drift (from the recorded routes), distance_kernel,
 router/agreement and sampler/gap_mean (sampler against trainer); held-out avg@4 at the end. To see
 whether a loss is the router's, put the start's back: `python -m jaxrl.restore_router`.
 Expect: a free router drifts and loses balance, the faster it learns the more; frozen, it still

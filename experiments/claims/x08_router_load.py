@@ -175,7 +175,7 @@ def step_of(policy: Policy, fields: dict[str, Any], rate, speed, **routed: Any) 
         minibatches=UPDATES,
         micro_rollouts=PROMPTS * SAMPLES,
         rollouts_per_group=SAMPLES,
-        routed=RoutingConfig(policy.config.experts.count, **routed),
+        routed=RoutingConfig.of(policy.config, **routed),
     )
 
 
@@ -322,7 +322,7 @@ def outcome(takes: int, arm: Arm, rate: float, seed: int) -> Outcome:
     after, _ = restored(start, end, "router/")
     back = jax.tree.map(float, told_of(arm.experts, after, start))
     whole = {name: float(x.mean()) for name, x in metrics.items()}
-    far = [x[-1] for name, x in metrics.items() if name.startswith("router/distance/")]
+    far = [x[-1] for name, x in metrics.items() if "/distance_" in name]
     curves = {name: [before[name], *x.tolist()] for name, x in numbers.items()}
     return {
         **{name: x[-1] for name, x in curves.items()},

@@ -39,8 +39,9 @@ def sigmoid_router(
     """The per_token experts of the highest sigmoid(logit) + bias, best first, and their
     ``sigmoid_gates``.
 
-    The bias decides who is chosen and is no part of the gate, so its gradient is 0: it is moved by
-    the load. Source: DeepSeek-V3, arXiv 2412.19437, Eq. 16; groups of experts are not limited.
+    The bias decides who is chosen and is no part of the gate, so its gradient is 0 and training
+    leaves it as it is; what moves it by the load while pre-training is not here. Source:
+    DeepSeek-V3, arXiv 2412.19437, Eq. 16; groups of experts are not limited.
     """
     routes = _highest(jax.nn.sigmoid(widen(logits)) + widen(bias), per_token)
     return routes, sigmoid_gates(logits, routes, normalise=normalise, scale=scale)

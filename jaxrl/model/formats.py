@@ -102,7 +102,7 @@ class Fields:
         """A finite number above 0."""
         value = self.value(*names)
         value = default if value is None else value
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300:
             return float(value)
         raise self.refuse(names[0], value, "a number above 0")
 
@@ -145,6 +145,8 @@ class Fields:
                 raise self.refuse(name, value, "a mapping")
         nested = GLOBAL in held or LOCAL in held
         own = (held.get(kind) or {}) if nested else held
+        if not isinstance(own, dict):
+            raise self.refuse(f"rope_parameters.{kind}", own, "a mapping")
         if kind == GLOBAL:  # the older key, where it is said, says it for these layers
             own = {**own, "rope_type": None, **scaling} if nested and scaling else scaling or own
         elif not nested:

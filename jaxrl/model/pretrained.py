@@ -71,7 +71,7 @@ def locate(path: epath.PathLike) -> epath.Path:
     if not stated.startswith(PACKAGE):
         return epath.Path(path)
     name, _, file = stated.removeprefix(PACKAGE).partition("/")
-    if ".." in file.split("/"):
+    if not file or file.startswith("/") or ".." in file.split("/"):
         raise ValueError(f"{stated}; allowed: a file inside the package")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -158,6 +158,11 @@ def _opened(path: epath.Path, config: ModelConfig) -> tuple[Tensors, dict[str, l
     if config.layers > len(tensors.shapes):
         raise ValueError(
             f"{path}: model.layers={config.layers}, but it has {len(tensors.shapes)} tensors"
+        )
+    if config.experts.count > len(tensors.shapes):  # each has tensors of its own
+        raise ValueError(
+            f"{path}: model.experts.count={config.experts.count}, but it has "
+            f"{len(tensors.shapes)} tensors"
         )
     slots = layouts.slots(config, transformer.shapes(config))
     expected = {n: s.on_disk for held in slots.values() for s in held for n in s.names}

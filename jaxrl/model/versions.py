@@ -126,7 +126,10 @@ def check_weights(path: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStruc
 
 def _tensors(payload: bytes) -> dict[str, np.ndarray]:
     """The tensors of a file. Raises ValueError naming those of a dtype that no parameter has."""
-    held = dict(safetensors.deserialize(payload))
+    try:
+        held = dict(safetensors.deserialize(payload))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{TENSORS} is no safetensors file: {error}") from error
     odd = sorted(f"{name} ({x['dtype']})" for name, x in held.items() if x["dtype"] not in DTYPES)
     if odd:
         raise ValueError(f"tensors of a dtype not among {sorted(DTYPES)}: {', '.join(odd)}")
@@ -163,6 +166,9 @@ def read_manifest(directory: epath.PathLike) -> dict[str, Any]:
         raise ValueError(
             f"{path}: schema_version={manifest['schema_version']!r}; allowed: {SCHEMA_VERSION}"
         )
+    for name, told in manifest["tensors"].items():
+        if not isinstance(told, dict) or not {"shape", "dtype"} <= set(told):
+            raise ValueError(f"{path}: tensor {name!r} is {told!r}; allowed: a shape and a dtype")
     return manifest
 
 

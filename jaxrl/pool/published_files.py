@@ -114,12 +114,17 @@ def _text(name: str, value: Any) -> str:
 def _added(told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Tokens that the config adds to those of the vocabulary's own file."""
     added: dict[str, dict[str, Any]] = {}
-    for token, fields in (told.get("added_tokens_decoder") or {}).items():
+    decoder = told.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise ValueError(f"added_tokens_decoder={decoder!r}; allowed: a mapping of ids")
+    for token, fields in decoder.items():
         if not token.isdecimal() or not isinstance(fields, dict):
             raise ValueError(f"added_tokens_decoder has {token!r}: {fields!r}; allowed: id: fields")
         added[_text("added_tokens_decoder", fields)] = {**fields, "id": int(token)}
     for name in _LISTS:
         listed = told.get(name) or []
+        if not isinstance(listed, dict | list):
+            raise ValueError(f"{name}={listed!r}; allowed: a list or a mapping of tokens")
         for token in listed.values() if isinstance(listed, dict) else listed:
             text = _text(name, token)
             added[text] = {**added.get(text, {}), "special": True}
@@ -145,10 +150,12 @@ def _template(folder: pathlib.Path, stated: Any) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     if isinstance(stated, Sequence) and not isinstance(stated, str):
-        named = {one["name"]: one["template"] for one in stated}
+        if not all(isinstance(one, dict) and {"name", "template"} <= set(one) for one in stated):
+            raise ValueError("chat_template is a list; allowed: of mappings of name and template")
+        named = {str(one["name"]): one["template"] for one in stated}
         if "default" not in named:
             raise ValueError(f"chat_template has {sorted(named)}; allowed: one called 'default'")
-        return named["default"]
+        stated = named["default"]
     if stated is not None and not isinstance(stated, str):
         raise ValueError(f"chat_template is a {type(stated).__name__}; allowed: a template's text")
     return stated

@@ -284,7 +284,8 @@ def routing_of(phase: Phase) -> RoutingConfig | None:
         )
     if not experts:
         return None
-    return RoutingConfig(experts, recorded, replay, phase.train.balance_weight)
+    weight = phase.train.balance_weight
+    return RoutingConfig.of(phase.model, recorded=recorded, replay=replay, balance_weight=weight)
 
 
 def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:

@@ -99,11 +99,19 @@ def scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def _decayed(params: optax.Params) -> Any:
+    def one(path: tuple[Any, ...], _: Any) -> bool:
+        return not (path and str(getattr(path[-1], "key", "")).endswith("router/bias"))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 def build(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW or plain SGD, then the schedule.
 
     ``weight_decay`` is decoupled: it is added after the moments and scaled by the learning rate,
-    for both.
+    for both. A sigmoid router's bias is not decayed: its gradient is 0, and the published value is
+    the balance of the experts' loads.
     """
     moments = (
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
@@ -113,7 +121,7 @@ def build(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         moments,
-        optax.add_decayed_weights(config.weight_decay),
+        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         scale_by_rate(schedule(config)),
     )
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.batch import Batch
 from jaxrl.kernels import routers
+from jaxrl.model.form import ModelConfig, stacks
 from jaxrl.model.policy import BALANCE, CHOSEN
 from jaxrl.model.transformer import Guidance
 from jaxrl.pool.rollout import ROUTES
@@ -35,6 +36,8 @@ class RoutingConfig:
     """How a student with ``experts`` experts is trained. Raises ValueError naming the field."""
 
     experts: int
+    layers: tuple[int, ...]  # that have experts, in the order of recorded routes
+    stacks: tuple[tuple[str, tuple[int, ...]], ...]  # of blocks, and the layers that each holds
     recorded: bool  # rollouts carry the sampler's routes
     replay: bool  # follow the recorded routes, with the gates of the current router
     balance_weight: float  # 0: no balance term
@@ -44,6 +47,12 @@ class RoutingConfig:
             raise ValueError("train.routes='replayed'; allowed: 'free' (no routes are recorded)")
         if not self.balance_weight >= 0:
             raise ValueError(f"train.balance_weight={self.balance_weight!r}; allowed: >= 0")
+
+    @classmethod
+    def of(cls, model: ModelConfig, **fields: Any) -> "RoutingConfig":
+        """How a model of this form is trained: its layers, and the other fields as given."""
+        layers, named = model.sparse_layers, tuple(stacks(model).items())
+        return cls(experts=model.experts.count, layers=layers, stacks=named, **fields)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -157,7 +166,8 @@ def metrics(config: RoutingConfig, start: Loads, trained: Loads) -> Metrics:
         made["router/balance"] = _over(trained.balance, trained.tokens)
     for name, (values, worst) in of_layer.items():
         made[f"router/{name}"] = worst(values)
-        made |= {f"router/layer_{i:02d}/{name}": values[i] for i in range(values.shape[0])}
+        for place, layer in enumerate(config.layers):
+            made[f"router/layer_{layer:02d}/{name}"] = values[place]
     return made
 
 
@@ -165,16 +175,20 @@ def _over(total: Array, count: Array) -> Array:
     return total / jnp.where(count > 0, count, 1)
 
 
-def distance(origin: Mapping[str, Array], params: Mapping[str, Array]) -> Metrics:
-    """``|w - w0| / |w0|`` of each layer's router parameters from the phase's start."""
+def distance(
+    config: RoutingConfig, origin: Mapping[str, Array], params: Mapping[str, Array]
+) -> Metrics:
+    """``|w - w0| / |w0|`` of each layer's router parameters from the phase's start:
+    ``router/layer_<i>/distance_kernel``."""
     made: Metrics = {}
     for name, first in origin.items():
         wide = first.astype(jnp.float32)
         apart = (params[name].astype(jnp.float32) - wide).reshape(wide.shape[0], -1)
         size = jnp.linalg.norm(wide.reshape(wide.shape[0], -1), axis=-1)
         far = jnp.linalg.norm(apart, axis=-1) / jnp.where(size > 0, size, 1)
-        short = name.replace("/mlp/router/", "_")
-        made |= {f"router/distance/{short}_{i:02d}": far[i] for i in range(far.shape[0])}
+        stack, what = name.split("/")[0], name.split("/")[-1]
+        for place, layer in enumerate(dict(config.stacks)[stack]):
+            made[f"router/layer_{layer:02d}/distance_{what}"] = far[place]
     return made
 
 

@@ -444,6 +444,13 @@ def _read_alike(resolved: list[Phase], phase: Phase) -> None:
                 f"phases.{phase.name}: pool.{field}={value!r}; allowed: {first!r}, as in the "
                 "first phase"
             )
+    for field in ("max_new_tokens", "prompt_buckets", "slots", "record_routes"):
+        value, first = (one.sampler.__dict__[field] for one in (phase, [*resolved, phase][0]))
+        if value != first:
+            raise ValueError(
+                f"phases.{phase.name}: sampler.{field}={value!r}; allowed: {first!r}, as in the "
+                "first phase (one sampler serves all)"
+            )
 
 
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:

@@ -4,6 +4,7 @@ adapters saved alone."""
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from jaxrl.model import adapters, pretrained, transformer
@@ -35,6 +36,7 @@ def read(
         params = pretrained.import_checkpoint(path, form.config, form.shardings, note)
     else:
         params = read_weights(path, form.shardings, shapes=_held(path, form))[0]
+        _refuse_nonfinite(path, params)
     return params if params.keys() == form.shapes.keys() else {**params, **_adapters(form, seed)}
 
 
@@ -63,6 +65,14 @@ def adapters_over(
             "from the student's base"
         )
     return {name: x for name, x in found.items() if is_adapter(name)}
+
+
+def _refuse_nonfinite(path: epath.PathLike, params: Params) -> None:
+    """A published checkpoint is looked through while it is read; our own versions here."""
+    look = jax.jit(lambda params: jax.tree.map(lambda x: jnp.isfinite(x).all(), params))
+    finite = jax.device_get(look(dict(params)))
+    if bad := sorted(name for name, good in finite.items() if not good):
+        raise ValueError(f"{path}: {', '.join(bad)}; allowed: finite numbers only")
 
 
 def _adapters(form: Policy, seed: int) -> dict[str, jax.Array]:

@@ -259,7 +259,7 @@ class Step:
             assert routed is not None
             metrics |= routing.metrics(routed, begun, loads)
             if origin := roles.get(routing.ORIGIN):
-                metrics |= routing.distance(origin.all, student.all)
+                metrics |= routing.distance(routed, origin.all, student.all)
         changed = {STUDENT: student, **behind}
         for pupil, (_, lesson) in zip(self.pupils, self.algorithm.lessons, strict=True):
             part = cut(lesson.credit(batch, observed))

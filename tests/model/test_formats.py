@@ -196,6 +196,8 @@ def test_mimo_as_it_is_published_and_as_transformers_5_saves_it():
         ({"swa_num_key_value_heads": 3}, "swa_num_key_value_heads=3; allowed: 4"),
         ({"hybrid_layer_pattern": [0, 2] * 4}, "hybrid_layer_pattern=.*allowed: 8 of"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "factor=None"),
+        ({"rope_parameters": {"full_attention": 5}}, "full_attention=5; allowed: a mapping"),
+        ({"rms_norm_eps": 10**400}, "allowed: a number above 0"),
     ],
 )
 def test_what_mimo_could_say_and_is_not_computed_is_refused(fields, words):

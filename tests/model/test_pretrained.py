@@ -331,6 +331,8 @@ def test_a_path_that_is_not_there_or_leaves_its_package_is_refused(tmp_path):
         ask("package://no_such_one/x.gguf")
     with pytest.raises(ValueError, match="allowed: a file inside the package"):
         ask("package://jaxrl/../pyproject.toml")
+    with pytest.raises(ValueError, match="allowed: a file inside the package"):
+        ask("package://jaxrl//etc/passwd")
     assert pretrained.locate("package://jaxrl/mesh.py").name == "mesh.py"
 
 

@@ -64,6 +64,7 @@ def test_a_half_written_directory_is_no_version_and_is_overwritten(tmp_path):
     [
         (lambda manifest: manifest | {"schema_version": 2}, "schema_version=2; allowed: 1"),
         (lambda manifest: {"step": 1}, "must hold exactly"),
+        (lambda manifest: manifest | {"tensors": {"w": 3}}, "tensor 'w' is 3; allowed: a shape"),
     ],
 )
 def test_a_manifest_that_we_do_not_understand_is_refused(edit, words, tmp_path):

@@ -90,6 +90,13 @@ def test_adamw_by_hand():
     np.testing.assert_allclose(optax.tree.get(state, "mu")["w"], [0.025], rtol=1e-6)
 
 
+def test_the_bias_that_balances_a_router_is_not_decayed():
+    names = ("blocks/mlp/router/bias", "blocks/mlp/router/kernel")
+    params = {name: jnp.array([2.0]) for name in names}
+    moved, _ = after(but(weight_decay=0.5), params, {name: jnp.zeros(1) for name in names})
+    assert moved[names[0]] == 2 and moved[names[1]] == pytest.approx(2 - 0.1 * 0.5 * 2)
+
+
 def rate(config, update) -> float:
     return float(jnp.asarray(schedule(config)(update)))
 

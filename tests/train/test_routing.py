@@ -44,7 +44,7 @@ FORM = qwen3(
 SGD = optax.sgd(0.1)
 GRPO = grpo(weighting="token_mean")
 ROUTER = "blocks/mlp/router/kernel"
-FREE = RoutingConfig(experts=4, recorded=False, replay=False, balance_weight=0.0)
+FREE = RoutingConfig.of(FORM, recorded=False, replay=False, balance_weight=0.0)
 REPLAYED = dataclasses.replace(FREE, recorded=True, replay=True)
 
 
@@ -223,7 +223,7 @@ def test_the_distance_from_the_start_is_that_of_the_parameters(free):
     for layer in range(2):
         first, moved = np.asarray(weights()[ROUTER])[layer], change(state)[ROUTER][layer]
         far = np.linalg.norm(moved) / np.linalg.norm(first)
-        found = metrics[f"router/distance/blocks_kernel_{layer:02d}"]
+        found = metrics[f"router/layer_{layer:02d}/distance_kernel"]
         assert found == pytest.approx(far, rel=1e-4) and found > 0
     assert_same(state.roles[routing.ORIGIN].all, {ROUTER: weights()[ROUTER]})
 

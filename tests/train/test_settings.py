@@ -194,3 +194,9 @@ def test_all_phases_read_alike(late):
     made.phases.late.pool.update(late)
     with pytest.raises(ValueError, match="phases.late: pool.* allowed: .*as in the first phase"):
         settings.phases(made)
+
+
+def test_one_sampler_serves_all_phases():
+    made = config(sampler={"record_routes": True})
+    with pytest.raises(ValueError, match="phases.late: sampler.record_routes=True; allowed: False"):
+        settings.phases(made)

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.model import pretrained
 from jaxrl.model.adapters import is_adapter
-from jaxrl.train import rounds, settings
+from jaxrl.model.versions import write_weights
+from jaxrl.train import rounds, settings, starts
 
 
 def config(**model: Any) -> Any:
@@ -108,3 +109,12 @@ def test_adapters_beside_a_checkpoint_are_new_and_change_nothing_yet(published, 
     assert len(own) == 8 and found.keys() == params.keys() | own
     for name in own:
         assert bool(np.asarray(found[name]).any()) == name.endswith("adapter_in"), name
+
+
+def test_our_own_weights_that_are_not_finite_are_refused(published, tmp_path):
+    parts = rounds.assemble(settings.phases(config()), epath.Path(tmp_path))
+    params = parts.policy.init(jax.random.key(5))
+    bad = params | {"norm/scale": params["norm/scale"].at[0].set(np.nan)}
+    write_weights(tmp_path / "bad", bad, epoch=0, step=0)
+    with pytest.raises(ValueError, match="bad: norm/scale; allowed: finite numbers only"):
+        starts.read(tmp_path / "bad", parts.policy, 0, print)
