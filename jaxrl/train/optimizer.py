@@ -101,7 +101,9 @@ def scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformation:
 
 def _decayed(params: optax.Params) -> Any:
     def one(path: tuple[Any, ...], _: Any) -> bool:
-        return not (path and str(getattr(path[-1], "key", "")).endswith("router/bias"))
+        last = path[-1] if path else None
+        named = isinstance(last, jax.tree_util.DictKey)
+        return not (named and str(last.key).endswith("router/bias"))
 
     return jax.tree_util.tree_map_with_path(one, params)
 
