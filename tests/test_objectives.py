@@ -19,6 +19,7 @@ from configs import base
 from jaxrl.algorithms import contract
 from jaxrl.mesh import make_mesh
 from jaxrl.model.policy import Policy
+from jaxrl.model.transformer import UNGUIDED
 from jaxrl.model.versions import write_weights
 from jaxrl.pool.contract import Completion
 from jaxrl.pool.rollout import StopReason
@@ -175,9 +176,9 @@ class Counted(Policy):
 
     passes: Any = dataclasses.field(default_factory=Counter, compare=False, hash=False)
 
-    def score(self, params, batch, read, scorers):
+    def score(self, params, batch, read, scorers, guidance=UNGUIDED):
         self.passes.update(scorers)
-        return super().score(params, batch, read, scorers)
+        return super().score(params, batch, read, scorers, guidance)
 
 
 def taught(passes, before, after, models, taken) -> float:
