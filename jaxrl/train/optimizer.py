@@ -101,10 +101,7 @@ def scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformation:
 
 def _decayed(params: optax.Params) -> Any:
     def one(path: tuple[Any, ...], _: Any) -> bool:
-        last = path[-1] if path else None
-        if not isinstance(last, jax.tree_util.DictKey):
-            return True
-        return not str(last.key).endswith("router/bias")
+        return not jax.tree_util.keystr(path, simple=True).endswith("router/bias")
 
     return jax.tree_util.tree_map_with_path(one, params)
 
