@@ -15,6 +15,23 @@ SINKS = ("none", "local", "all")
 ROUTERS = ("softmax", "sigmoid")
 MATMULS = ("auto", "padded", "ragged")
 ROPE_SCALINGS = {"none": 0, "linear": 1, "llama3": 4}  # kind -> how many numbers follow
+# What the fields say of a form that has none of what they can add: Llama's.
+PLAIN: dict[str, Any] = {
+    "qk_norm": False,
+    "norm_offset": 0.0,
+    "post_norms": False,
+    "activation": "silu",
+    "embed_scale": 1.0,
+    "attention_scale": 0.0,
+    "value_size": 0,
+    "value_scale": 1.0,
+    "rope_size": 0,
+    "local_layers": (0,),
+    "window": 0,
+    "local_rope_theta": 10_000.0,
+    "local_kv_heads": 0,
+    "sinks": "none",
+}
 
 
 def _require(section: str, record: Any, **checks: tuple[bool, str]) -> None:
@@ -247,23 +264,11 @@ def qwen3(**fields: Any) -> ModelConfig:
     """A dense model in the form of Qwen3, for whoever builds one without a config: the sizes are
     asked for, the rest is as that family has it, and any of it may be given."""
     plain = {
+        **PLAIN,
         "family": "qwen3",
         "outputs": 0,
         "qk_norm": True,
-        "norm_offset": 0.0,
-        "post_norms": False,
-        "activation": "silu",
-        "embed_scale": 1.0,
-        "attention_scale": 0.0,
-        "value_size": 0,
-        "value_scale": 1.0,
-        "rope_size": 0,
         "rope_scaling": ("none",),
-        "local_layers": (0,),
-        "window": 0,
-        "local_rope_theta": 10_000.0,
-        "local_kv_heads": 0,
-        "sinks": "none",
         "experts": ExpertsConfig(0, 0, 0, 0, (), "softmax", True, 1.0, "auto"),
         "adapter": AdapterConfig(0, 1.0, "", "float32"),
     }

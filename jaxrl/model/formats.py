@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxrl.model.form import ModelConfig
+from jaxrl.model.form import PLAIN, ModelConfig
 
 CONFIG = "config.json"
 # model_type -> (our family, the class that transformers builds)
@@ -52,24 +52,7 @@ ROPE_TYPES = {"default": 0, "linear": 1, "llama3": 4}  # how many of these numbe
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA_PERIOD = 6  # every sixth layer of Gemma 3 sees everything, if the file does not say otherwise
 MIMO_PARTIAL = 0.334  # of a head's numbers turn, if the file does not say otherwise
-# The form that the other fields' plain values make: Llama's.
-PLAIN: dict[str, Any] = {
-    "qk_norm": False,
-    "norm_offset": 0.0,
-    "post_norms": False,
-    "activation": "silu",
-    "embed_scale": 1.0,
-    "attention_scale": 0.0,
-    "value_size": 0,
-    "value_scale": 1.0,
-    "rope_size": 0,
-    "local_layers": (0,),
-    "window": 0,
-    "local_rope_theta": 10_000.0,
-    "local_kv_heads": 0,
-    "sinks": "none",
-    "experts": {"count": 0},
-}
+DENSE = {**PLAIN, "experts": {"count": 0}}
 MOST_LAYERS = 10_000  # a number beyond is no model, and would only cost memory to refuse
 RUN_FIELDS = ("dtype", "param_dtype", "remat", "score_chunk_positions", "outputs", "adapter")
 
@@ -199,7 +182,7 @@ def _shared(fields: Fields, family: str) -> dict[str, Any]:
         "hidden": fields.whole("intermediate_size"),
         "norm_epsilon": fields.real("rms_norm_eps", "layernorm_epsilon", default=1e-6),
         "tied_head": fields.flag("tie_word_embeddings", default=family == "gemma3"),
-        **PLAIN,
+        **DENSE,
         "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3"),
     }
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from jaxrl.model.formats import MOST_LAYERS, PLAIN, Fields
+from jaxrl.model.formats import DENSE, MOST_LAYERS, Fields
 from jaxrl.model.layouts import EMBEDDING, HEAD, TOP
 from jaxrl.model.tensor_files import Tensors
 
@@ -83,7 +83,7 @@ def _config(path: epath.Path, reader: Any) -> dict[str, Any]:
         raise fields.refuse("block_count", layers, f"at most {MOST_LAYERS}, with token_embd.weight")
     theta = fields.real("rope.freq_base", default=10_000.0)
     return {
-        **PLAIN,
+        **DENSE,
         "family": "llama",
         "vocab_size": int(names["token_embd.weight"].shape[1]),
         "layers": layers,
