@@ -213,6 +213,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.eval = evaluation = ConfigDict()
     evaluation.every_steps = 0  # 0: before and after only
     evaluation.prompts = 512
+    # first questions of the train split, measured before and after, counted apart; 0: none
+    evaluation.seen_prompts = 0
     evaluation.samples = 4  # k of avg@k and pass@k
     evaluation.temperature = 1.0
 

@@ -27,7 +27,7 @@ from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
 from jaxrl.pool.published_tokenizer import PublishedTokenizer
 from jaxrl.pool.rollout import ACTION, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
-from jaxrl.tasks.contract import TaskSource
+from jaxrl.tasks.contract import Split, TaskSource
 from jaxrl.train import optimizer, roles, routing
 from jaxrl.train.accounts import Account
 from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
@@ -140,45 +140,67 @@ def publish(books: Books, phase: Phase, state: TrainState) -> tuple[Version, str
     return books.published
 
 
+def _asked(result: Mapping[str, Any]) -> int:
+    """How many prompts a result was asked for, whatever became of them."""
+    return sum(result.get(name, 0) for name in ("prompts", "rejected_long", "unverified"))
+
+
 def differs(result: Mapping[str, Any], phase: Phase) -> list[str]:
     """Settings of ``eval`` that a held-out result was not measured with: they may be changed."""
     asked = min(phase.eval.prompts, phase.task.held_out_prompts)
-    had = result["prompts"] + result["rejected_long"] + result["unverified"]
+    seen = result.get("seen", {})
     pairs = {
+        "eval.seen_prompts": (_asked(seen), min(phase.eval.seen_prompts, phase.task.train_prompts)),
         "eval.samples": (result["samples"], phase.eval.samples),
         "eval.temperature": (result["temperature"], phase.eval.temperature),
-        "eval.prompts": (had, asked),
+        "eval.prompts": (_asked(result), asked),
     }
     return [f"{name} was {was!r}, is {now!r}" for name, (was, now) in pairs.items() if was != now]
 
 
 def measure(parts: Parts, books: Books, phase: Phase, state: TrainState) -> dict[str, Any]:
-    """Held-out accuracy of these weights; read back if it was measured before a restart."""
+    """Held-out accuracy of these weights, and that on questions of the train split if asked for;
+    read back if it was measured before a restart."""
     step = int(state.step)
     result = books.workdir.read_eval(step)
     if result is None or differs(result, phase):
         parts.sampler.load(*publish(books, phase, state))
-        result = evaluate.evaluate(
-            parts.sampler,
-            parts.tokenizer,
-            parts.source,
-            parts.source.tasks("held_out")[: phase.eval.prompts],
-            samples=phase.eval.samples,
-            temperature=phase.eval.temperature,
-            max_new_tokens=phase.sampler.max_new_tokens,
-            max_prompt_tokens=max(phase.sampler.prompt_buckets),
-        ).to_json()
+
+        def accuracy(split: Split, prompts: int, first_group: int) -> dict[str, Any]:
+            return evaluate.evaluate(
+                parts.sampler,
+                parts.tokenizer,
+                parts.source,
+                parts.source.tasks(split)[:prompts],
+                samples=phase.eval.samples,
+                temperature=phase.eval.temperature,
+                max_new_tokens=phase.sampler.max_new_tokens,
+                max_prompt_tokens=max(phase.sampler.prompt_buckets),
+                first_group=first_group,
+            ).to_json()
+
+        result = accuracy("held_out", phase.eval.prompts, evaluate.FIRST_GROUP)
+        if phase.eval.seen_prompts:
+            first = evaluate.FIRST_GROUP + phase.eval.prompts
+            result["seen"] = accuracy("train", phase.eval.seen_prompts, first)
         books.workdir.write_eval(step, result)
+    note(books, step, "eval", "held out", result)
+    if "seen" in result:
+        note(books, step, "eval_seen", "of the train split", result["seen"])
+    return result
+
+
+def note(books: Books, step: int, area: str, title: str, result: Mapping[str, Any]) -> None:
+    """Curves and a line of one accuracy."""
     k = result["k"]
     accuracies = {
         f"avg_at_{k}": result["avg_at_k"],
         f"pass_at_{k}": result["pass_at_k"],
         "greedy": result["greedy"],
     }
-    books.logger.scalars(step, {f"eval/{name}": value for name, value in accuracies.items()})
+    books.logger.scalars(step, {f"{area}/{name}": value for name, value in accuracies.items()})
     stated = "  ".join(f"{name} {100 * value:.1f} %" for name, value in accuracies.items())
-    books.progress.note(f"held out after {step} steps: {stated}")
-    return result
+    books.progress.note(f"{title} after {step} steps: {stated}")
 
 
 def save(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:

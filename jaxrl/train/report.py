@@ -86,6 +86,7 @@ class Outcome:
 
     accounts: what each phase has cost, by name, in order; rates are those of the last.
     compilations: how often each jitted function was compiled, by name.
+    seen: before and after on questions of the train split; empty if none were asked.
     """
 
     before: HeldOut
@@ -94,10 +95,12 @@ class Outcome:
     accounts: Mapping[str, Account]
     compilations: Mapping[str, int]
     seed: int
+    seen: tuple[HeldOut, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What ``summary.json`` holds; tokens a second are over wall clock without compilation."""
         last = [Account(), *self.accounts.values()][-1]
+        seen = dict(zip(("before", "after"), (x.to_json() for x in self.seen), strict=False))
         return {
             "schema_version": SCHEMA_VERSION,
             "held_out": {"before": self.before.to_json(), "after": self.after.to_json()},
@@ -110,7 +113,7 @@ class Outcome:
             "seed": self.seed,
             "commit": commit(),
             "machine": machine(),
-        }
+        } | ({"seen": seen} if seen else {})
 
 
 def peak_rss_bytes() -> int:
@@ -206,6 +209,10 @@ def table(summary: Mapping[str, Any], workdir: epath.PathLike) -> str:
     for title, name in ((f"avg@{k}", f"avg_at_{k}"), (f"pass@{k}", f"pass_at_{k}")):
         accuracy.append([title, *_change(before, after, name)])
     accuracy.append(["greedy", *_change(before, after, "greedy")])
+    if "seen" in summary:
+        for title, name in ((f"avg@{k}", f"avg_at_{k}"), ("greedy", "greedy")):
+            change = _change(summary["seen"]["before"], summary["seen"]["after"], name)
+            accuracy.append([f"{title}, train split", *change])
     low, high = ("none" if x is None else _percent(x) for x in after["interval"])
     compiled = ", ".join(f"{name} {n}" for name, n in sorted(summary["compilations"].items()))
     facts = [

@@ -450,6 +450,7 @@ def _schedule(
         accounts=books.accounts,
         compilations={**books.compilations, **parts.sampler.compilations},
         seed=phases[-1].seed,
+        seen=tuple(report.HeldOut.of(x["seen"]) for x in (before, after) if "seen" in x),
     )
     books.logger.flush()  # the picture is drawn from what is on disk
     return report.finish(books.workdir.root, outcome, {p.name: p.first_step for p in phases})

@@ -261,12 +261,13 @@ class EvalConfig:
 
     every_steps: int
     prompts: int
+    seen_prompts: int
     samples: int
     temperature: float
 
     def __post_init__(self) -> None:
         _positive("eval", self, "prompts", "samples")
-        _positive("eval", self, "every_steps", least=0)
+        _positive("eval", self, "every_steps", "seen_prompts", least=0)
         if not self.temperature > 0:
             raise ValueError(
                 f"eval.temperature={self.temperature!r}; allowed: > 0 "

@@ -1,5 +1,6 @@
 """The final table, the picture and the summary, from files as a run leaves them."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -61,6 +62,18 @@ def test_summary_has_the_keys_of_the_contract(workdir, capsys):
     assert (written["phases"][1]["rollouts"], written["tokens_per_s"]) == (1_920, 10_250.5)
     assert not [path for path in workdir.rglob("*.tmp")]
     assert report.table(written, workdir) in capsys.readouterr().out
+
+
+def test_questions_of_the_train_split_are_counted_apart(workdir):
+    seen = (dataclasses.replace(BEFORE, greedy=0.5), dataclasses.replace(AFTER, greedy=0.875))
+    summary = dataclasses.replace(OUTCOME, seen=seen).to_json()
+    assert summary["held_out"] == OUTCOME.to_json()["held_out"]
+    assert summary["seen"]["after"]["greedy"] == 0.875 and "seen" not in OUTCOME.to_json()
+    lines = [line for line in report.table(summary, workdir).splitlines() if "train split" in line]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
+        ["avg@4, train split", "31.2 %", "62.5 %", "+31.3 points"],
+        ["greedy, train split", "50.0 %", "87.5 %", "+37.5 points"],
+    ]
 
 
 def test_table_is_markdown_that_lines_up(workdir):
