@@ -9,7 +9,9 @@ the same base.
 """
 
 import json
+import pathlib
 import sys
+import tempfile
 from typing import Any
 
 from absl import app, flags
@@ -34,19 +36,25 @@ def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int) -> str:
     from etils import epath
 
     from jaxrl.model import adapters, pretrained
+    from jaxrl.pool import gguf_tokenizer
 
     held, config, params, newest = _newest(workdir)
     own = held["pool"]["tokenizer"]
-    if not tokenizer and "/" in own and pretrained.locate(own).is_dir():
-        tokenizer = own
-    pretrained.export_checkpoint(
-        adapters.merged(params, config),
-        adapters.without(config),
-        to,
-        positions=max(held["train"]["token_buckets"]),
-        shard_bytes=shard_bytes,
-        tokenizer=tokenizer or None,
-    )
+    with tempfile.TemporaryDirectory() as unpacked:
+        if not tokenizer and "/" in own:
+            found = pretrained.locate(own)
+            if found.suffix == ".gguf":
+                gguf_tokenizer.unpack(found, pathlib.Path(unpacked))
+                found = epath.Path(unpacked)
+            tokenizer = str(found if found.is_dir() else found.parent)
+        pretrained.export_checkpoint(
+            adapters.merged(params, config),
+            adapters.without(config),
+            to,
+            positions=max(held["train"]["token_buckets"]),
+            shard_bytes=shard_bytes,
+            tokenizer=tokenizer or None,
+        )
     return epath.Path(newest).name
 
 

@@ -171,6 +171,7 @@ def _shared(fields: Fields, family: str) -> dict[str, Any]:
     if layers > MOST_LAYERS:
         raise fields.refuse("num_hidden_layers", layers, f"at most {MOST_LAYERS}")
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    head_size = 128 if family == "qwen3" else max(1, width // heads)  # where the file says nothing
     return {
         "family": family,
         "vocab_size": fields.whole("vocab_size"),
@@ -178,7 +179,7 @@ def _shared(fields: Fields, family: str) -> dict[str, Any]:
         "width": width,
         "heads": heads,
         "kv_heads": fields.whole("num_key_value_heads", default=heads),
-        "head_size": fields.whole("head_dim", default=max(1, width // heads)),
+        "head_size": fields.whole("head_dim", default=head_size),
         "hidden": fields.whole("intermediate_size"),
         "norm_epsilon": fields.real("rms_norm_eps", "layernorm_epsilon", default=1e-6),
         "tied_head": fields.flag("tie_word_embeddings", default=family == "gemma3"),

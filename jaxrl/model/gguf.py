@@ -149,7 +149,24 @@ def open_file(path: epath.Path) -> tuple[dict[str, Any], Tensors]:
         return _unpermuted(dequantize(tensor.data, tensor.tensor_type), heads[kind])[first:last]
 
     shapes = {name: tuple(int(x) for x in reversed(tensor.shape)) for name, tensor in held.items()}
-    return form, Tensors(shapes=shapes, unreadable={}, rows=rows)
+    kinds = {tensor.tensor_type for tensor in held.values()}
+    foreign = {kind for kind in kinds if not _dequantises(package, kind)}
+    unreadable = {
+        name: f"type {tensor.tensor_type.name}, allowed: those that the package gguf dequantises"
+        for name, tensor in held.items()
+        if tensor.tensor_type in foreign
+    }
+    return form, Tensors(shapes=shapes, unreadable=unreadable, rows=rows)
+
+
+def _dequantises(package: Any, kind: Any) -> bool:
+    """Can the package make numbers of a type of tensor? One block of zeros tells."""
+    try:
+        _, size = package.GGML_QUANT_SIZES[kind]
+        package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+    except (KeyError, NotImplementedError):
+        return False
+    return True
 
 
 def _published(name: str) -> str:

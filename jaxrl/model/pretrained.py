@@ -179,8 +179,8 @@ def _opened(path: epath.Path, config: ModelConfig) -> tuple[Tensors, dict[str, l
         if found[name] != expected[name]
     ]
     faults += [
-        f"{name} has dtype {dtype}, allowed: {', '.join(tensor_files.READABLE)}"
-        for name, dtype in sorted(tensors.unreadable.items())
+        f"{name} has {told}"
+        for name, told in sorted(tensors.unreadable.items())
         if name in expected
     ]
     if faults:

@@ -54,7 +54,7 @@ class Tensors:
     """
 
     shapes: dict[str, tuple[int, ...]]
-    unreadable: dict[str, str]  # name -> its dtype, where it is none of READABLE
+    unreadable: dict[str, str]  # name -> its type and those that are allowed
     rows: Callable[[str, int, int], np.ndarray]
 
 
@@ -84,7 +84,11 @@ def open_tensors(path: epath.Path) -> Tensors:
 
     return Tensors(
         shapes={name: stored.shape for name, stored in held.items()},
-        unreadable={n: stored.dtype for n, stored in held.items() if stored.dtype not in READABLE},
+        unreadable={
+            name: f"dtype {stored.dtype}, allowed: {', '.join(READABLE)}"
+            for name, stored in held.items()
+            if stored.dtype not in READABLE
+        },
         rows=rows,
     )
 

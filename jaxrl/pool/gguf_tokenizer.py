@@ -7,7 +7,9 @@ llama.cpp.
 
 import dataclasses
 import importlib
+import json
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,16 +61,50 @@ class Found:
 def read(path: str | os.PathLike[str]) -> Found:
     """The tokenizer of a GGUF file. ValueError naming the key for a file that is none, that has no
     tokenizer, or one of a kind that is not known here; and without the package ``gguf``."""
+    return from_metadata(_metadata(path))
+
+
+def unpack(path: str | os.PathLike[str], folder: pathlib.Path) -> None:
+    """The tokenizer of a GGUF file as the files that published checkpoints have beside their
+    weights, for who takes over an export. Errors as ``read``.
+
+    ``tokenizer.json``, ``tokenizer_config.json`` with the chat template, and a ``config.json`` that
+    holds only the ids of special tokens and how many positions the model is meant for.
+    """
+    told = _metadata(path)
+    found = from_metadata(told)
+    positions = told.get(f"{told.get('general.architecture')}.context_length")
+    ids = {token: place for place, token in enumerate(told["tokenizer.ggml.tokens"])}
+    stated = {f"{name}_id": ids[text] for name, text in found.names.items() if name != "unk_token"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": found.adds_bos,
+        **found.names,
+        **({"model_max_length": positions} if positions else {}),
+        **({"chat_template": found.template} if found.template else {}),
+    }
+    generation = {**stated, "eos_token_id": list(found.stop_ids)} if found.stop_ids else stated
+    carried = {**stated, **({"max_position_embeddings": positions} if positions else {})}
+    for name, held in (
+        ("tokenizer.json", found.document),
+        ("tokenizer_config.json", config),
+        ("generation_config.json", generation),
+        ("config.json", carried),
+    ):
+        (folder / name).write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n")
+
+
+def _metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         gguf = importlib.import_module("gguf")  # of an extra: only for who asks
     except ImportError as error:
         raise ValueError("to read it, pip install jaxrl[gguf]") from error
     try:
         fields = gguf.GGUFReader(path).fields
-        told = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.")}
+        return {key: field.contents() for key, field in fields.items()}
     except Exception as error:  # whatever a reader meets in bytes that are no GGUF
         raise ValueError(f"no GGUF file that can be read: {error}") from error
-    return from_metadata(told)
 
 
 def from_metadata(told: Mapping[str, Any]) -> Found:

@@ -398,32 +398,31 @@ def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[
     restored = resume(phases, parts, checkpoints)
     for phase in () if restored else phases:  # a checkpoint holds what its phase has read
         check_stored(phase, parts, root)
+    progress = Progress(phases[-1].last_step)
+    # Before the workdir says anything: the numbers of a published start are looked at here.
+    state = restored.state if restored else begin(phases[0], parts, root, None, progress.note)
     report.write_start(root, config)
     books = Books(
         workdir=Workdir(root),
         checkpoints=checkpoints,
         logger=Logger(root, start_step=restored.step if restored else 0),
-        progress=Progress(phases[-1].last_step),
+        progress=progress,
         identity=identity(phases, parts.tokenizer),
         prompts={task.key: task.prompt for task in parts.source.tasks("train")},
     )
     books.open(restored)
     try:
-        return _schedule(phases, parts, books, restored)
+        return _schedule(phases, parts, books, state, restored)
     finally:
         books.close()
 
 
 def _schedule(
-    phases: list[Phase], parts: Parts, books: Books, restored: Restored | None
+    phases: list[Phase], parts: Parts, books: Books, state: TrainState, restored: Restored | None
 ) -> dict[str, Any]:
     """Run the phases that are left, measure before and after the last, report."""
     names = [phase.name for phase in phases]
-    if restored:
-        state, current = restored.state, restored.host["phase"]
-    else:
-        state = begin(phases[0], parts, books.workdir.root, None, books.progress.note)
-        current = names[0]
+    current = restored.host["phase"] if restored else names[0]
     before: dict[str, Any] = {}
     for phase in phases[names.index(current) :]:
         pool = open_pool(phase, parts, books)

@@ -76,6 +76,12 @@ def test_qwen3_as_it_is_published():
     assert found["rope_scaling"] == ("none",) and found["experts"] == {"count": 0}
 
 
+def test_a_head_that_is_not_stated_is_what_transformers_takes_it_for():
+    assert read("qwen3")["head_size"] == 128  # transformers.Qwen3Config().head_dim
+    width, heads = read("llama")["width"], read("llama")["heads"]
+    assert read("llama")["head_size"] == read("qwen3_moe")["head_size"] == width // heads
+
+
 def test_qwen3_moe_as_it_is_published():
     found = read(
         "qwen3_moe",

