@@ -273,39 +273,9 @@ def _last(x: Arrays) -> jax.Array:
     return jnp.where(jnp.arange(x["mask"].shape[1]) == last[:, None], x["reward"][:, None], 0)
 
 
-def signals(size: int) -> dict[str, tuple[Signal, Signal]]:
-    """Operation -> (ours, by hand, which knows that groups of ``size`` lie side by side)."""
-    scaled = _by_reshaping(lambda of: _centred(of) / (of.std(1, ddof=1, keepdims=True)), size)
+def _of_teachers() -> dict[str, tuple[Signal, Signal]]:
     agreement = {"share": 0.5, "band": 0.2}
     return {
-        "advantage": (_of_groups(groups.group_scale), scaled),
-        "advantage, vectorised": (_of_groups(groups.group_scale), scaled),
-        "advantage, dr. grpo": (_of_groups(groups.group_center), _by_reshaping(_centred, size)),
-        "advantage, rloo": (
-            _of_groups(groups.leave_one_out),
-            _by_reshaping(lambda of: _centred(of) * size / (size - 1), size),
-        ),
-        "reward at the last token": (
-            lambda x: steps.over_last_token(x["reward"], x["rollout"], x["mask"]),
-            _last,
-        ),
-        "amplified": (
-            lambda x: steps.amplified(x["advantage"], x["old"], weight=1.0),
-            lambda x: x["advantage"] * jnp.where(x["advantage"] > 0, 1 + x["old"], 1),
-        ),
-        "whitened": (
-            lambda x: _whitened(x["sampler"], x),
-            lambda x: _white(x["sampler"], x),
-        ),
-        "return to go": (
-            lambda x: returns.return_to_go(x["late"], x["mask"], discount=0.99),
-            _returns,
-        ),
-        "gae": (_gae, lambda x: _backwards(x, 0.99, 0.95, x["logp"])),
-        "gae, whitened": (
-            lambda x: _whitened(_gae(x), x),
-            lambda x: _white(_backwards(x, 0.99, 0.95, x["logp"]), x),
-        ),
         "residual, stored": (
             lambda x: residuals.stored_residual(x["logp"], x["old"], x["ref"], x["sampler"]),
             lambda x: jnp.exp(x["old"]) - jnp.exp(x["logp"]) - (x["ref"] - x["sampler"]),
@@ -342,6 +312,41 @@ def signals(size: int) -> dict[str, tuple[Signal, Signal]]:
         "contrastive, jsd": (
             lambda x: contrast.contrastive_advantage(x["logp"], x["ref"], x["old"], alpha=0.5),
             _jensen,
+        ),
+    }
+
+
+def signals(size: int) -> dict[str, tuple[Signal, Signal]]:
+    """Operation -> (ours, by hand, which knows that groups of ``size`` lie side by side)."""
+    scaled = _by_reshaping(lambda of: _centred(of) / (of.std(1, ddof=1, keepdims=True)), size)
+    return _of_teachers() | {
+        "advantage": (_of_groups(groups.group_scale), scaled),
+        "advantage, vectorised": (_of_groups(groups.group_scale), scaled),
+        "advantage, dr. grpo": (_of_groups(groups.group_center), _by_reshaping(_centred, size)),
+        "advantage, rloo": (
+            _of_groups(groups.leave_one_out),
+            _by_reshaping(lambda of: _centred(of) * size / (size - 1), size),
+        ),
+        "reward at the last token": (
+            lambda x: steps.over_last_token(x["reward"], x["rollout"], x["mask"]),
+            _last,
+        ),
+        "amplified": (
+            lambda x: steps.amplified(x["advantage"], x["old"], weight=1.0),
+            lambda x: x["advantage"] * jnp.where(x["advantage"] > 0, 1 + x["old"], 1),
+        ),
+        "whitened": (
+            lambda x: _whitened(x["sampler"], x),
+            lambda x: _white(x["sampler"], x),
+        ),
+        "return to go": (
+            lambda x: returns.return_to_go(x["late"], x["mask"], discount=0.99),
+            _returns,
+        ),
+        "gae": (_gae, lambda x: _backwards(x, 0.99, 0.95, x["logp"])),
+        "gae, whitened": (
+            lambda x: _whitened(_gae(x), x),
+            lambda x: _white(_backwards(x, 0.99, 0.95, x["logp"]), x),
         ),
         "segments": (_scaled_segments, _segments_by_hand(size)),
     }

@@ -19,7 +19,7 @@ does not count), and milliseconds are medians too. A kernel is to take at most 1
 
 On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
 of its entries. What reads rollouts first and tokens then, or has two exponentials a token, lies at
-the bar (1.1 to 1.25): ours reads the weight besides, twice. Four operations take more, each for a
+the bar (1.1 to 1.3): ours reads the weight besides, twice. Four operations take more, each for a
 reason:
 
     gspo, one advantage a rollout    bare knows that advantage and weight are those of a rollout and
