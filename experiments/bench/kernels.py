@@ -1,18 +1,36 @@
 """Seconds of loss and advantage kernels on [1024, 2048] tokens, ours beside two others, one thread.
 
-    PYTHON -m experiments.bench.kernels [--rows 1024 --tokens 2048 --seconds 4]
+    PYTHON -m experiments.bench.kernels [--rows 1024 --tokens 2048 --seconds 4 --only gspo]
 
 PYTHON has jax and jaxtyping, and verl with torch if verl is to be measured. Each line of stdout is
 the JSON of one operation: milliseconds for value and gradient by the log-probs (advantages: value)
 of
 
-    ours    the jitted kernel under a weight for each token, which the step has from `credit`;
-            "+ curves" with all of its diagnostics averaged besides
-    bare    the same formula by hand: a clipped surrogate averaged over counted tokens, jitted
-    verl    verl.trainer.ppo.core_algos as its trainer calls it, eager, with its metrics
+    ours     the jitted kernel, its losses averaged under a weight for each token, which the step
+             has from ``credit``
+    bare     the same formula by hand (bare.py), averaged over counted tokens, jitted
+    clipped  the bare clipped surrogate, whatever the operation
+    curves   ours with all of its diagnostics averaged besides (clipped surrogates)
+    verl     verl.trainer.ppo.core_algos as its trainer calls it, eager, with its metrics
 
-and the ratios. The three take turns, so that a busy machine slows them alike, and what is compared
-is the fastest CPU time of each (``process_time``: one thread, waiting does not count).
+and the ratios. All take turns in random order, so that a busy machine slows them alike; a ratio is
+the median over turns of that inside one turn, in CPU time (``process_time``: one thread, waiting
+does not count), and milliseconds are medians too. A kernel is to take at most 1.2 x bare.
+
+On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
+of its entries. What reads rollouts first and tokens then, or has two exponentials a token, lies at
+the bar (1.1 to 1.3): ours reads the weight besides, twice. Four operations take more, each for a
+reason:
+
+    gspo, one advantage a rollout    bare knows that advantage and weight are those of a rollout and
+                                     has no loss of a token; ours reads both at each token. "gspo"
+                                     has the bare formula with an advantage at each token
+    residual, centred                bare is NaN where the padding is; ours selects first
+    contrastive, jsd                 by hand log(1 / 2 + exp / 2), which has no right digit left
+                                     close to 0; ours has log1p and expm1
+    gae, return to go                at most 1.2 x bare, but 2 to 4 x clipped: a token needs the one
+                                     after it, so the arrays are turned to tokens by rows and back,
+                                     which takes longer than the recursion itself
 """
 
 import argparse
@@ -22,7 +40,6 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import functools  # noqa: E402
 import importlib  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
@@ -34,106 +51,89 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from experiments.bench import bare  # noqa: E402
 from experiments.bench.peers_losses import arrays, trust  # noqa: E402
-from jaxrl.kernels import groups, ratios, surrogates, weights  # noqa: E402
-from jaxrl.kernels.steps import over_tokens  # noqa: E402
+from jaxrl.kernels import weights  # noqa: E402
+from jaxrl.kernels.steps import over_last_token  # noqa: E402
 from jaxrl.kernels.trust import Trust, trusted_surrogate  # noqa: E402
 
 Run = Callable[[], Any]
 
 
-def fastest(runs: Mapping[str, Run], seconds: float) -> dict[str, float]:
-    """Milliseconds of CPU that each takes at best, over turns for so many seconds a run."""
+def turns(runs: Mapping[str, Run], seconds: float) -> dict[str, np.ndarray]:
+    """Milliseconds of CPU that each takes in each of its turns, for so many seconds a run."""
     for run in runs.values():
         run()  # compiled, and its memory is there
-    best = dict.fromkeys(runs, float("inf"))
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    order, rng = list(runs), np.random.default_rng(0)
     end = time.monotonic() + seconds * len(runs)
-    turns = 0
-    while turns < 3 or time.monotonic() < end:
-        for name, run in runs.items():
+    while len(taken[order[0]]) < 5 or time.monotonic() < end:
+        rng.shuffle(order)
+        for name in order:
             began = time.process_time()
-            run()
-            best[name] = min(best[name], 1e3 * (time.process_time() - began))
-        turns += 1
-    return best
+            runs[name]()
+            taken[name].append(1e3 * (time.process_time() - began))
+    return {name: np.array(ms) for name, ms in taken.items()}
 
 
-def losses(x: dict[str, jax.Array]) -> dict[str, dict[str, Run]]:
-    """Ours and the same by hand, by operation."""
-    rollout = jnp.arange(x["logp"].shape[0])
-    minibatch = jnp.zeros_like(rollout)
-    by_token = weights.token_mean(minibatch, x["mask"])
-    by_rollout = weights.rollout_mean(rollout, minibatch, x["mask"])
-    taken = (x["old"], x["sampler"], x["advantage"], x["mask"])
+def _compiled(function: Callable[..., Any], *given: Any) -> Run:
+    ready = jax.jit(function)
+    return lambda: jax.block_until_ready(ready(*given))
 
-    def ours(logp: jax.Array, *arrays: jax.Array, how: Trust, curves: bool) -> Any:
-        old, sampler, advantage, mask, weight = arrays
-        each, diagnostics = trusted_surrogate(
-            logp, old, sampler, advantage, rollout, mask, trust=how
-        )
-        told = {n: (weight * v).sum() for n, v in diagnostics.items()} if curves else {}
+
+def _ours(loss: bare.Loss, weight: str, x: Mapping[str, jax.Array]) -> Run:
+    def objective(logp: jax.Array, x: Mapping[str, jax.Array]) -> jax.Array:
+        return (loss(logp, x) * x[weight]).sum()
+
+    return _compiled(jax.value_and_grad(objective), x["logp"], x)
+
+
+def _bare(loss: bare.Loss, x: Mapping[str, jax.Array]) -> Run:
+    def objective(logp: jax.Array, x: Mapping[str, jax.Array]) -> jax.Array:
+        each, mask = loss(logp, x), x["mask"]
+        by_rollout = each.shape[1] == 1
+        return each.mean() if by_rollout else (each * mask).sum() / mask.sum()
+
+    return _compiled(jax.value_and_grad(objective), x["logp"], x)
+
+
+def _curves(how: Trust, x: Mapping[str, jax.Array]) -> Run:
+    def objective(logp: jax.Array, x: Mapping[str, jax.Array]) -> Any:
+        given = (x["old"], x["sampler"], x["advantage"], x["rollout"], x["mask"])
+        each, diagnostics = trusted_surrogate(logp, *given, trust=how)
+        weight = x["by_token"]
+        told = {name: (weight * value).sum() for name, value in diagnostics.items()}
         return (each * weight).sum(), jax.lax.stop_gradient(told)
 
-    def gspo(logp: jax.Array, *arrays: jax.Array) -> Any:
-        old, _, advantage, mask, weight = arrays
-        ratio = ratios.rollout_ratio(logp, old, rollout, mask)
-        each, _ = surrogates.clipped_surrogate(ratio, advantage, clip_low=3e-4, clip_high=4e-4)
-        return (each * weight).sum(), {}
-
-    def bare(logp: jax.Array, *arrays: jax.Array, whole: bool) -> Any:
-        old, sampler, advantage, mask, _ = arrays
-        ratio, high = jnp.exp(logp - old), 1.28 if whole else 1.2
-        each = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, high) * advantage)
-        if whole:
-            each = jnp.where(advantage < 0, jnp.minimum(each, -3 * advantage), each)
-            each *= jnp.minimum(jnp.exp(old - sampler), 2)
-        return (each * mask).sum() / mask.sum(), {}
-
-    def bare_gspo(logp: jax.Array, *arrays: jax.Array) -> Any:
-        old, _, advantage, mask, _ = arrays
-        tokens = mask.sum(-1)
-        ratio = jnp.exp(((logp - old) * mask).sum(-1) / tokens)[:, None]
-        gain = advantage[:, :1]
-        each = -jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - 3e-4, 1 + 4e-4) * gain)
-        return each.mean(), {}
-
-    def ready(function: Callable[..., Any], weight: jax.Array, **how: Any) -> Run:
-        objective = functools.partial(function, **how)
-        compiled = jax.jit(jax.value_and_grad(objective, has_aux=True))
-        return lambda: jax.block_until_ready(compiled(x["logp"], *taken, weight))
-
-    def three(how: Trust, whole: bool) -> dict[str, Run]:
-        return {
-            "ours": ready(ours, by_token, how=how, curves=False),
-            "ours + curves": ready(ours, by_token, how=how, curves=True),
-            "bare": ready(bare, by_token, whole=whole),
-        }
-
-    corrected = trust(clip_high=0.28, dual_clip=3.0, mismatch="truncate", mismatch_high=2.0)
-    return {
-        "clipped surrogate": three(trust(), False),
-        "dual clip, tis": three(corrected, True),
-        "gspo": {"ours": ready(gspo, by_rollout), "bare": ready(bare_gspo, by_rollout)},
-    }
+    return _compiled(jax.value_and_grad(objective, has_aux=True), x["logp"], x)
 
 
-def advantages(x: dict[str, jax.Array]) -> dict[str, Run]:
-    """Rewards to an advantage at each token: ours, and the same by reshaping equal groups."""
-    rollout, size = jnp.arange(x["reward"].shape[0]), int((x["group"] == x["group"][0]).sum())
+def operations(x: Mapping[str, jax.Array]) -> dict[str, dict[str, Run]]:
+    """Ours and bare, by operation."""
+    size = int((x["group"] == x["group"][0]).sum())
+    table = {}
+    for name, pair in bare.losses().items():
+        weight = "by_rollout" if name.startswith("gspo") else "by_token"
+        table[name] = {"ours": _ours(pair[0], weight, x), "bare": _bare(pair[1], x)}
+    for name, pair in bare.signals(size).items():
+        table[name] = {"ours": _compiled(pair[0], x), "bare": _compiled(pair[1], x)}
+    table["clipped surrogate"]["curves"] = _curves(trust(), x)
+    table["dual clip, tis"]["curves"] = _curves(trust(**bare.DUAL), x)
+    return table
 
-    @jax.jit
-    def ours(reward: jax.Array, group: jax.Array, mask: jax.Array) -> jax.Array:
-        return over_tokens(groups.group_scale(reward, group, mask.any(-1)), rollout, mask)
 
-    @jax.jit
-    def bare(reward: jax.Array, mask: jax.Array) -> jax.Array:
-        of = reward.reshape(-1, size)
-        scaled = (of - of.mean(1, keepdims=True)) / (of.std(1, ddof=1, keepdims=True) + 1e-6)
-        return scaled.reshape(-1, 1) * mask
-
-    return {
-        "ours": lambda: jax.block_until_ready(ours(x["reward"], x["group"], x["mask"])),
-        "bare": lambda: jax.block_until_ready(bare(x["reward"], x["mask"])),
+def device_arrays(given: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The arrays of `arrays`, and what the kernels take besides: labels, weights, a late reward."""
+    x = {name: jnp.asarray(value) for name, value in given.items()}
+    rollout, mask = jnp.arange(len(x["reward"])), x["mask"]
+    minibatch = jnp.zeros_like(rollout)
+    return x | {
+        "rollout": rollout,
+        "valid": mask.any(-1),
+        "flag": x["ref"] < -1.8,
+        "late": over_last_token(x["reward"], rollout, mask),
+        "by_token": weights.token_mean(minibatch, mask),
+        "by_rollout": weights.rollout_mean(rollout, minibatch, mask),
     }
 
 
@@ -148,7 +148,7 @@ def verl(given: Mapping[str, np.ndarray]) -> dict[str, Run]:
     actor = importlib.import_module("verl.workers.config").ActorConfig
     t = {name: torch.from_numpy(np.array(value)) for name, value in given.items()}
     mask, logp = t["mask"].float(), t["logp"].requires_grad_()
-    advantage = t["advantage"].contiguous()
+    advantage = t["advantage"]
     scores = torch.zeros(mask.shape)
     scores[:, 0] = t["reward"]
 
@@ -174,16 +174,34 @@ def verl(given: Mapping[str, np.ndarray]) -> dict[str, Run]:
 
         return run
 
+    def with_gradient(loss: Callable[[], Any]) -> Run:
+        def run() -> None:
+            logp.grad = None
+            loss().backward()
+
+        return run
+
     def credit(estimate: Callable[..., Any]) -> Run:
         return lambda: estimate(scores.clone(), mask, given["group"])
 
     mean, rollouts = "token-mean", "seq-mean-token-mean"
+    k3 = with_gradient(
+        lambda: core.agg_loss(core.kl_penalty(logp, t["ref"], "low_var_kl"), mask, mean)
+    )
+    value = with_gradient(lambda: core.compute_value_loss(logp, t["ref"], t["old"], mask, 0.2)[0])
     return {
         "clipped surrogate": policy("vanilla", 0.2, 0.2, 1e9, mean, False),
         "dual clip, tis": policy("vanilla", 0.2, 0.28, 3.0, mean, True),
         "gspo": policy("gspo", 3e-4, 4e-4, 1e9, rollouts, False),
+        "cispo": policy("cispo", 0.9999, 0.2, 1e9, mean, False),
+        "k3": k3,
+        "clipped value": value,
         "advantage": credit(core.compute_grpo_outcome_advantage),
         "advantage, vectorised": credit(core.compute_grpo_vectorized_outcome_advantage),
+        "advantage, rloo": credit(core.compute_rloo_outcome_advantage),
+        "gae, whitened": lambda: core.compute_gae_advantage_return(
+            scores, t["old"], mask, 0.99, 0.95
+        ),
     }
 
 
@@ -193,21 +211,27 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=4.0, help="for each run of an operation")
+    parser.add_argument("--only", default="", help="operations whose name has this in it")
     asked = parser.parse_args()
     given = arrays(asked.rows, asked.tokens)
-    given["advantage"] = np.broadcast_to(given["advantage"][:, None], given["logp"].shape)
-    x = {name: jnp.asarray(value) for name, value in given.items()}
-    credited = advantages(x)
-    table = losses(x) | {"advantage": credited, "advantage, vectorised": credited}
-    others = verl(given)
-    for operation, runs in table.items():
+    given["advantage"] = np.repeat(given["advantage"][:, None], asked.tokens, axis=1)
+    x = device_arrays(given)
+    yardstick, others = _bare(bare.clipped, x), verl(given)
+    for operation, runs in operations(x).items():
+        if asked.only not in operation:
+            continue
         more = {"verl": others[operation]} if operation in others else {}
-        found = fastest({**runs, **more}, asked.seconds)
+        found = turns({**runs, "clipped": yardstick, **more}, asked.seconds)
+
+        def ratio(above: str, below: str, found: Mapping[str, np.ndarray] = found) -> float:
+            return round(float(np.median(found[above] / found[below])), 3)
+
         line = {"operation": operation, "rows": asked.rows, "tokens": asked.tokens}
-        line |= {"cpu_ms": {name: round(ms, 3) for name, ms in found.items()}}
-        line |= {"ours_over_bare": round(found["ours"] / found["bare"], 3)}
+        line |= {"cpu_ms": {name: round(float(np.median(ms)), 3) for name, ms in found.items()}}
+        line |= {"turns": len(found["ours"]), "ours_over_bare": ratio("ours", "bare")}
+        line |= {"ours_over_clipped": ratio("ours", "clipped")}
         if more:
-            line |= {"verl_over_ours": round(found["verl"] / found["ours"], 2)}
+            line |= {"verl_over_ours": ratio("verl", "ours")}
         print(json.dumps(line | {"jax": jax.__version__}), flush=True)
 
 

@@ -150,7 +150,7 @@ def segment_scale(
 
     def total(where: Bool[Array, "row token"]) -> Float[Array, "row one"]:
         x = jnp.where(where, jnp.abs(widen(advantage)), 0).sum(-1)
-        return group_sum(x, group, where.any(-1))[:, None]
+        return group_sum(x, group, x > 0)[:, None]
 
     good, bad = mask & (advantage > 0), mask & (advantage < 0)
     earned, clean = total(good & flagged), total(good & ~flagged)

@@ -18,12 +18,20 @@ def group_sum(
     mask: Bool[Array, " rollout"],
 ) -> Float[Array, " rollout"]:
     """sum_{j in group of i, mask_j} x_j, at every member i of the group, masked ones included."""
-    # Labels may be any integers (a slice of a batch holds ids beyond its length), and segment_sum
-    # drops what is out of range without a word: hence the relabelling.
-    label = jnp.unique(group, size=group.shape[0], return_inverse=True)[1]
-    return jax.ops.segment_sum(jnp.where(mask, widen(x), 0), label, num_segments=group.shape[0])[
-        label
-    ]
+    label, size = _label(group), group.shape[0]
+    return jax.ops.segment_sum(jnp.where(mask, widen(x), 0), label, num_segments=size)[label]
+
+
+def group_max(
+    x: Num[Array, " rollout"],
+    group: Int[Array, " rollout"],
+    mask: Bool[Array, " rollout"],
+) -> Float[Array, " rollout"]:
+    """max_{j in group of i, mask_j} x_j, at every member i, detached; 0 where none counts."""
+    label, size = _label(group), group.shape[0]
+    counted = jax.lax.stop_gradient(jnp.where(mask, widen(x), -jnp.inf))
+    top = jax.ops.segment_max(counted, label, num_segments=size)[label]
+    return jnp.where(jnp.isfinite(top), top, 0)
 
 
 def group_mean(
@@ -44,14 +52,9 @@ def group_center(
 
     Equal values give exactly 0, whatever their size. Source: Dr. GRPO's advantage.
     """
-    x = jnp.where(mask, widen(x), 0)
-    label = jnp.unique(group, size=group.shape[0], return_inverse=True)[1]
     # The group's largest value goes first: equal values leave no rounding residue for a division by
     # the standard deviation to blow up. A constant shift changes neither value nor gradient.
-    top = jax.ops.segment_max(
-        jax.lax.stop_gradient(jnp.where(mask, x, -jnp.inf)), label, num_segments=group.shape[0]
-    )[label]
-    x = x - jnp.where(jnp.isfinite(top), top, 0)
+    x = jnp.where(mask, widen(x), 0) - group_max(x, group, mask)
     return jnp.where(mask, x - group_mean(x, group, mask), 0)
 
 
@@ -138,7 +141,7 @@ def group_quantile(
     Linear between order statistics: place fraction * (n - 1), fraction in [0, 1].
     """
     x, size = jnp.where(mask, widen(x), 0), group.shape[0]
-    label = jnp.unique(group, size=size, return_inverse=True)[1]
+    label = _label(group)
     # Counted members of one group lie side by side in this order, all others behind them.
     order = jnp.lexsort((jax.lax.stop_gradient(x), jnp.where(mask, label, size)))
     members = jax.ops.segment_sum(mask.astype(jnp.int32), label, num_segments=size)
@@ -149,3 +152,13 @@ def group_quantile(
         x[order][jnp.minimum(first + jnp.clip(at, 0, last), size - 1)] for at in (low, low + 1)
     )
     return jnp.where(last >= 0, below + (place - low) * (above - below), 0)
+
+
+def _label(group: Int[Array, " rollout"]) -> Int[Array, " rollout"]:
+    """One number below the axis' size for each group: where its first member would be sorted to.
+
+    Ids may be any integers (a slice of a batch holds ids beyond its length), and segment_sum drops
+    what is out of range without a word. Sorting the ids alone and looking them up takes half the
+    time of ``jnp.unique``, which sorts pairs; unrolled, equal look-ups become one.
+    """
+    return jnp.searchsorted(jnp.sort(group), group, method="scan_unrolled")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.groups import group_sum
 from jaxrl.kernels.precision import widen
+from jaxrl.kernels.weights import row_tokens
 
 BOUND = 20.0  # nats
 
@@ -35,11 +36,27 @@ def rollout_ratio(
     one value and one clip decision. ``rollout`` is a label. Source: GSPO, arXiv 2507.18071,
     sequence-level ratio and its token variant.
     """
-    logp = jnp.where(mask, widen(logp), 0)
     total, tokens = _gap(jax.lax.stop_gradient(logp), old_logp, rollout, mask)
     ratio = jnp.exp(jnp.clip(total / jnp.maximum(tokens, 1), -BOUND, BOUND))[:, None]
-    # 1 + x - sg(x) has the value and the slope of exp(x - sg(x)), without an exponential a token.
-    return jnp.where(mask, ratio * (1 + (logp - jax.lax.stop_gradient(logp))), 1)
+    return jnp.where(mask, _exponential(ratio, widen(logp)), 1)
+
+
+@jax.custom_jvp
+def _exponential(
+    ratio: Float[Array, "row 1"], logp: Float[Array, "row token"]
+) -> Float[Array, "row token"]:
+    """ratio exp(logp - sg(logp)), the ratio a constant: its value at each token, its slope by logp.
+
+    Written out, so that the value is known not to depend on logp: no pass over the log-probs, and
+    no exponential a token.
+    """
+    return jnp.broadcast_to(ratio, logp.shape)
+
+
+@_exponential.defjvp
+def _exponential_slope(primals, tangents):
+    ratio, logp = primals
+    return _exponential(ratio, logp), ratio * tangents[1]
 
 
 def _gap(
@@ -49,9 +66,9 @@ def _gap(
     mask: Bool[Array, "row token"],
 ) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
     """Sum of logp - old_logp over the counted tokens of the row's rollout, and their number."""
-    gap = jnp.where(mask, widen(logp), 0) - jnp.where(mask, widen(old_logp), 0)
-    counted = mask.any(-1)
-    return group_sum(gap.sum(-1), rollout, counted), group_sum(mask.sum(-1), rollout, counted)
+    gap, tokens = jnp.where(mask, widen(logp) - widen(old_logp), 0), row_tokens(mask)
+    counted = tokens > 0
+    return group_sum(gap.sum(-1), rollout, counted), group_sum(tokens, rollout, counted)
 
 
 def truncated_ratio(

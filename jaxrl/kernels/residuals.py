@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.groups import group_sum
 from jaxrl.kernels.precision import widen
+from jaxrl.kernels.weights import row_tokens
 
 
 def residual_advantage(
@@ -100,11 +101,12 @@ def response_center(
     has weight. ``rollout`` is a label.
     """
     x, weight = (jnp.where(mask, widen(part), 0) for part in (x, weight))
-    counted = mask.any(-1)
+    tokens = row_tokens(mask)
+    counted = tokens > 0
     total = group_sum(weight.sum(-1), rollout, counted)[:, None]
     center = group_sum((weight * x).sum(-1), rollout, counted)[:, None]
     center = jnp.where(total > 0, center / jnp.where(total > 0, total, 1), 0)
-    several = group_sum(mask.sum(-1), rollout, counted)[:, None] > 1  # w x / w may round
+    several = group_sum(tokens, rollout, counted)[:, None] > 1  # w x / w may round
     return jax.lax.stop_gradient(jnp.where(mask & several, x - center, 0))
 
 

@@ -8,20 +8,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.groups import group_scale
+from jaxrl.kernels.groups import group_max, group_sum
 from jaxrl.kernels.precision import widen
 from jaxrl.kernels.surrogates import Diagnostics
+from jaxrl.kernels.weights import row_tokens
 
 
-def _backwards(
-    add: Float[Array, "row token"], keep: Float[Array, "row token"]
-) -> Float[Array, "row token"]:
-    """y_t = add_t + keep_t y_{t+1}, y = 0 after the row."""
+def _backwards(step, later, mask, *x):
+    """What ``step(later, token) -> (later, found)`` finds at the counted tokens, from each row's
+    last to its first; 0 elsewhere.
 
-    def join(later, sooner):
-        return later[0] * sooner[0], sooner[1] + sooner[0] * later[1]
+    One token of all rows at a time: a scan in log(tokens) passes over memory takes five times as
+    long. What is masked must be left out by ``step``, since masking it here would be another pass.
+    """
+    _, found = jax.lax.scan(step, later, tuple(part.T for part in (*x, mask)), reverse=True)
+    return jnp.where(mask, found.T, 0)
 
-    return jax.lax.associative_scan(join, (keep, add), reverse=True, axis=1)[1]
+
+def _nothing(x: Float[Array, "row token"]) -> Float[Array, " row"]:
+    """What is known after a row's last token."""
+    return jnp.zeros(x.shape[0], jnp.promote_types(x.dtype, jnp.float32))
 
 
 def return_to_go(
@@ -34,8 +40,13 @@ def return_to_go(
 
     With discount 1 and the reward at the last counted token, every counted token has it whole.
     """
-    add, keep = jnp.where(mask, widen(reward), 0), jnp.where(mask, discount, 1.0)
-    return jnp.where(mask, _backwards(add, keep.astype(add.dtype)), 0)
+
+    def step(later, token):
+        reward, counts = token
+        later = jnp.where(counts, widen(reward) + discount * later, later)
+        return later, later
+
+    return _backwards(step, _nothing(reward), mask, reward)
 
 
 def gae(
@@ -52,13 +63,15 @@ def gae(
     after the last one is 0. trace (lambda) 1: the return less V_t; 0: d_t. A_t + V_t is what the
     value is to learn. Source: generalized advantage estimation, arXiv 1506.02438, equation 16.
     """
-    reward, value = jnp.where(mask, widen(reward), 0), jnp.where(mask, widen(value), 0)
-    dtype = value.dtype
-    coming = _backwards(value, jnp.where(mask, 0.0, 1.0).astype(dtype))  # at or after a token
-    after = jnp.pad(coming[:, 1:], ((0, 0), (0, 1)))
-    surprise = jnp.where(mask, reward + discount * after - value, 0)
-    keep = jnp.where(mask, discount * trace, 1.0).astype(dtype)
-    return jnp.where(mask, _backwards(surprise, keep), 0)
+
+    def step(later, token):
+        (value_after, after), (reward, value, counts) = later, token
+        value = widen(value)
+        advantage = widen(reward) + discount * (value_after + trace * after) - value
+        later = jnp.where(counts, value, value_after), jnp.where(counts, advantage, after)
+        return later, later[1]
+
+    return _backwards(step, (_nothing(value), _nothing(value)), mask, reward, value)
 
 
 def whiten(
@@ -72,8 +85,20 @@ def whiten(
     token is counted. Source: REINFORCE++, arXiv 2501.03262, global normalisation (label: one for
     the whole batch). Departs from public code: no epsilon is added to the variance.
     """
-    of_token = jnp.broadcast_to(label[:, None], mask.shape)
-    return group_scale(x.reshape(-1), of_token.reshape(-1), mask.reshape(-1)).reshape(mask.shape)
+    x, of_row = jnp.where(mask, widen(x), 0), row_tokens(mask)
+    counted = of_row > 0
+    tokens = group_sum(of_row, label, counted)
+
+    def mean_of(x, share):
+        return (group_sum(x.sum(-1), label, counted) / jnp.maximum(share, 1))[:, None]
+
+    # Largest value first, as in groups.group_center: equal values are whitened to exactly 0.
+    top = jnp.where(mask, x, -jnp.inf).max(-1)
+    x = jnp.where(mask, x - group_max(top, label, counted)[:, None], 0)
+    x = jnp.where(mask, x - mean_of(x, tokens), 0)
+    variance = mean_of(x * x, tokens - 1)
+    varies = variance >= 1e-16
+    return jnp.where(mask & varies, x / jnp.sqrt(jnp.where(varies, variance, 1)), 0)
 
 
 def clipped_value(

@@ -40,8 +40,9 @@ def over_last_token(
     mask: Bool[Array, "row token"],
 ) -> Float[Array, "row token"]:
     """x of the rollout at the last counted token of each of its rows, 0 elsewhere."""
-    last = mask & (jnp.cumsum(mask, axis=-1) == mask.sum(-1, keepdims=True))
-    return jnp.where(last, widen(x)[rollout][:, None], 0)
+    place = jnp.arange(mask.shape[-1])
+    last = jnp.where(mask, place, -1).max(-1, keepdims=True)  # running counts take five times this
+    return jnp.where(place == last, widen(x)[rollout][:, None], 0)
 
 
 def step_over_tokens(

@@ -190,6 +190,7 @@ POINTS = {"points": "rollout value", "group": "rollout label", "mask": "rollout 
 
 CASES = [
     case(precision.widen, "row token", {}, x="row token value"),
+    case(weights.row_tokens, "row", {}, mask="row token mask"),
     case(weights.token_mean, "row token", {}, minibatch="row label", mask="row token mask"),
     case(weights.rollout_mean, "row token", {}, **TOKEN_LABELS),
     case(weights.rollout_sum_mean, "row token", {}, **TOKEN_LABELS),
@@ -215,6 +216,7 @@ CASES = [
     ),
     case(readings.entropy, "position", {}, logits="position vocab value"),
     case(groups.group_sum, "rollout", {}, **IN_GROUP),
+    case(groups.group_max, "rollout", {}, **IN_GROUP),
     case(groups.group_mean, "rollout", {}, **IN_GROUP),
     case(groups.group_center, "rollout", {}, **IN_GROUP),
     case(groups.group_scale, "rollout", {}, **IN_GROUP),

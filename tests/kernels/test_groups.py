@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.kernels.groups import (
     group_center,
+    group_max,
     group_mean,
     group_quantile,
     group_scale,
@@ -48,6 +49,11 @@ def test_sums_and_means():
     x, group, mask = [1, 2, 4, 8], [3, 3, 3, 9], [1, 1, 0, 1]
     np.testing.assert_array_equal(call(group_sum, x, group, mask), [3, 3, 3, 8])
     np.testing.assert_array_equal(call(group_mean, x, group, mask), [1.5, 1.5, 1.5, 8])
+
+
+def test_largest():
+    x, group, mask = [-3, -1, 9, 5], [-7, -7, -7, 2**31 - 1], [1, 1, 0, 0]
+    np.testing.assert_array_equal(call(group_max, x, group, mask), [-1, -1, -1, 0])
 
 
 def test_scaled_advantages_have_deviation_one():

@@ -10,6 +10,7 @@ from jaxrl.kernels.weights import (
     prompt_sum_mean,
     rollout_mean,
     rollout_sum_mean,
+    row_tokens,
     token_mean,
 )
 
@@ -28,6 +29,12 @@ TWO_ROLLOUTS = ints(0, 1)
 
 def reduced(loss, weight):
     return float((jnp.asarray(loss, jnp.float32) * weight).sum())
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1000])
+def test_tokens_of_rows_as_long_as_no_whole_number_of_bytes(tokens):
+    mask = np.random.default_rng(tokens).random((3, tokens)) < [[0.5], [1.1], [0]]
+    np.testing.assert_array_equal(row_tokens(jnp.asarray(mask)), mask.sum(-1))
 
 
 def test_case_10_an_empty_row_and_an_empty_batch():
