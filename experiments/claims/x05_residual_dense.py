@@ -9,7 +9,11 @@ The task of `x04_residual_sparse` from later moments of the same supervised run:
 Look at: the solve rate at the end, and its mean over the run, beside GRPO's.
 Expect: the residual advantage is not better than GRPO, and worse the more it counts: it holds the
 student to a teacher that it has passed, the more so once all rewards of a group are equal.
-Result: open.
+Result: as expected. 10 seeds, means with 95 % t intervals, commit 6cd1f6b, 2026-11-30. Solved: GRPO
+.966 [.947, .985]; RA with lambda 1 .968 [.950, .987] and 3 .975 [.957, .994] are level with it
+(differences .002 [-.021, .026], .009 [-.022, .041]), with 10 it is worse by .099 [.055, .143]; OPD
+.592 [.565, .619]. Mean over the run: .821, .845, .776, .683, .533. The rate of lambda 3 is the edge
+of the grid.
 """
 
 import functools
