@@ -18,7 +18,12 @@ Look at: the chance that the right answer is sampled (exact, over 512 prompts); 
 over the prompt's while the run goes on, also at its shortest; the share of usable texts.
 Expect: distillation works across tokenizers and passes likelihood and the policy gradient at equal
 samples; with exponent 0 texts get short first.
-Result: open.
+Result: it works across tokenizers, the rest does not hold. 10 seeds, means with 95 % t intervals,
+commit 47ae9ea, 2026-11-30. Solved, from .30: exponent 0 .358 [.311, .405], 0.5 .402 [.374, .429], 1
+.402 [.374, .430]; the policy gradient .354 [.307, .401], clipped .386 [.327, .445]; likelihood of
+the teacher's samples .690 [.651, .729], far ahead of all of them (and at the edge of the grid, as
+the two of .36). Shortest text over the prompt: .839 [.739, .938] with exponent 0, .938 with 0.5,
+.995 [.986, 1.005] with 1: texts do get short first without the length weight.
 """
 
 import functools
