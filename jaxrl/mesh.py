@@ -124,9 +124,12 @@ def per_device(
     rules: Rules,
     inputs: Sequence[tuple[str | None, ...]],
     output: tuple[str | None, ...],
+    *,
+    kernels: bool = False,
 ) -> Callable[..., jax.Array]:
     """``function`` run by each device on its part of the arrays, for what the partitioner cannot
     split: arrays in and out lie as their logical axes say, and collectives are the function's own.
+    With ``kernels`` it holds Pallas kernels, which do not tell along which axes they vary.
 
     Every array comes in as one that may differ along each mesh axis that splits any of them, as
     loops and custom gradients want it; of an array that is the same along an axis, the gradients
@@ -138,7 +141,7 @@ def per_device(
     def varying(*arrays: jax.Array) -> jax.Array:
         cast = []
         for array, own in zip(arrays, axes, strict=True):
-            missing = tuple(axis for axis in AXES if axis in split - own)
+            missing = () if kernels else tuple(axis for axis in AXES if axis in split - own)
             cast.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
         return function(*cast)
 
@@ -147,6 +150,28 @@ def per_device(
         mesh=mesh,
         in_specs=tuple(spec(logical, rules) for logical in inputs),
         out_specs=spec(output, rules),
+        check_vma=not kernels,
+    )
+
+
+def over_rows(function: Callable[..., Any], mesh: Mesh | None, rules: Rules) -> Callable[..., Any]:
+    """``function(by_rows, whole)`` run by the devices on their own rows: of each array in the tree
+    ``by_rows`` and in the result the first axis is rows, those in ``whole`` come in complete along
+    the axes that split rows. Axes that split no rows are left to the partitioner.
+
+    What loops inside ``function`` read of ``whole`` is gathered once, not in each turn, and its
+    gradient is summed over the devices once, at the end.
+    """
+    if ways(mesh, rules.rows) == 1:
+        return function
+    rows = spec(("rows",), rules)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec()),
+        out_specs=rows,
+        axis_names=set(rules.rows),
+        check_vma=False,
     )
 
 
