@@ -55,10 +55,10 @@ def test_the_formula_is_the_compilers_count_of_a_forward_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full", "attention", "projections", "inner"])
+@pytest.mark.parametrize("remat", ["full", "inner"])
 def test_the_formula_is_the_compilers_count_of_a_step(remat):
     config = gvpo.get_config("tiny")
-    config.model.update(remat=remat, layers=3)
+    config.model.update(remat=remat, layers=9)  # so many are scanned
     config.train.micro_rollouts = 8
     config.sampler.update(max_new_tokens=16, prompt_buckets=(32,))
     phases = settings.phases(config)
