@@ -92,10 +92,8 @@ def report(config: ConfigDict, name: str, slice_name: str, phase_name: str) -> d
         return record | {"step": told.too_large(built, error)}
     _keep("step", program.text)
     record["step"] = told.of_step(built, program, tokens)
-    if not _SAMPLER.value:
-        return record
     record["sampler"] = {}
-    for part, one in compiled.lowered_sampler(built).items():
+    for part, one in compiled.lowered_sampler(built).items() if _SAMPLER.value else ():
         try:
             program = compiled.compile_program(one)
         except compiled.DoesNotFitError as error:
@@ -103,8 +101,7 @@ def report(config: ConfigDict, name: str, slice_name: str, phase_name: str) -> d
             continue
         _keep(part, program.text)
         record["sampler"][part] = told.described(program, where)[0]
-    if all(one["hbm_gib"]["fits"] for one in record["sampler"].values()):
-        record["colocated"] = told.colocated(record["step"], record["sampler"], where)
+    record["colocated"] = told.colocated(built, record["step"], record["sampler"])
     return record
 
 
@@ -127,12 +124,13 @@ def main(argv: list[str]) -> None:
 
     name = _named("config")
     try:
-        devices = chips.read_slice(_SLICE.value).devices
+        asked = str(_SLICE.value)
+        devices = chips.read_slice(asked).devices
         config = meshed(_CONFIG.value, _MESH.value, devices)
         if _SEARCH.value:
-            record = search.best(config, _SLICE.value, _PHASE.value, name, report)
+            record = search.best(config, asked, _PHASE.value, name, report)
         else:
-            record = report(config, name, _SLICE.value, _PHASE.value)
+            record = report(config, name, asked, _PHASE.value)
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         sys.exit(f"jaxrl.aot: {type(error).__name__}: {error}")
     print(told.text(record))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
@@ -77,7 +78,12 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
             f"{stated}: the product is {math.prod(shape)}, but {len(devices)} devices are given; "
             "they must be equal"
         )
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    kinds = (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # an axis that takes a part of a slice's dimension
+        laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(laid, AXES, axis_types=kinds)
 
 
 def spec(logical: tuple[str | None, ...], rules: Rules) -> PartitionSpec:

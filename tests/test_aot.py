@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from configs import gvpo, meshes, models
 from jaxrl import aot
 from jaxrl.forecast import chips, search
 from jaxrl.forecast.compiled import DoesNotFitError
+from jaxrl.model import transformer
 from jaxrl.train import settings
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +26,8 @@ def big(variant: str = "qwen3_8b") -> Any:
 
 
 def test_a_config_without_a_mesh_gets_one():
-    assert dict(aot.meshed(big(), None, 64).mesh) == {
+    given: Any = aot.meshed(big(), None, 64)
+    assert dict(given.mesh) == {
         "data": 1,
         "fsdp": 32,
         "tensor": 2,
@@ -33,8 +36,9 @@ def test_a_config_without_a_mesh_gets_one():
     }
     stated = big()
     stated.mesh.fsdp = 8
-    assert aot.meshed(stated, None, 64).mesh.fsdp == 8  # and is refused where it does not fit
-    named = aot.meshed(big(), meshes.get_config("v5p_2x2x4"), 16)
+    given = aot.meshed(stated, None, 64)
+    assert given.mesh.fsdp == 8  # and is refused where it does not fit
+    named: Any = aot.meshed(big(), meshes.get_config("v5p_2x2x4"), 16)
     assert named.mesh.fsdp == 16
 
 
@@ -54,10 +58,8 @@ def test_an_unknown_mesh_or_model_is_refused():
 def test_a_named_mesh_uses_the_whole_slice(name):
     chip, shape, *_ = name.split("_")
     where = chips.read_slice(f"{chip}:{shape}")
-    product = 1
-    for size in meshes.get_config(name).values():
-        product *= size
-    assert product == where.devices
+    sizes: Any = meshes.get_config(name)
+    assert math.prod(sizes.values()) == where.devices
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,6 @@ def test_a_named_mesh_uses_the_whole_slice(name):
     [("qwen3_0_6b", 0.596), ("qwen3_8b", 8.19), ("qwen3_30b_a3b", 30.53), ("qwen3_32b", 32.76)],
 )
 def test_a_published_model_has_its_published_size(name, billions):
-    import math
-
-    from jaxrl.model import transformer
-
     assert name in models.NAMES
     phase = settings.phases(big(name))[-1]
     count = sum(math.prod(x.shape) for x in transformer.shapes(phase.model).values())

@@ -16,7 +16,7 @@ from jaxrl.train import loop, rounds, settings
 
 def tpu_train_step(model_name: str, mesh: Mesh, rows: int, tokens: int) -> Any:
     """jax.stages.Lowered of the whole step."""
-    config = rloo.get_config(model_name.replace("-", "_").replace(".", "_"))
+    config: Any = rloo.get_config(model_name.replace("-", "_").replace(".", "_"))
     fsdp, tensor = mesh.devices.shape
     config.mesh.update(fsdp=fsdp, tensor=tensor)
     config.algorithm.mismatch_cap = float("inf")

@@ -123,7 +123,7 @@ def compile_program(lowered: Any) -> Program:
     seconds, processor = time.monotonic() - began, time.process_time() - worked
     memory, cost = done.memory_analysis(), done.cost_analysis() or {}
     return Program(
-        text=done.as_text(),
+        text=str(done.as_text()),
         seconds=seconds,
         processor_seconds=processor,
         arguments=memory.argument_size_in_bytes,

@@ -198,15 +198,21 @@ def weights(built: Built) -> dict[str, float]:
     }
 
 
-def colocated(step: Mapping[str, Any], sampler: Mapping[str, Any], where: Slice) -> dict[str, Any]:
+def colocated(built: Built, step: Mapping[str, Any], sampler: Mapping[str, Any]) -> dict[str, Any]:
     """Trainer and sampler on the same devices: each one's peak beside what the other leaves there
-    (the trainer's state; the sampler's own weights and cache)."""
-    stay = sampler["decode"]["hbm_gib"]["arguments"]
-    state = step["hbm_gib"]["arguments"]
-    working = max(sampler[name]["hbm_gib"]["peak"] for name in ("prefill", "decode"))
-    found = {"training_gib": step["hbm_gib"]["peak"] + stay, "sampling_gib": working + state}
+    (the trainer's state; the sampler's own weights and cache). The sampler's peak is its compiled
+    programs' if they were compiled, else its weights and cache."""
+    mesh, chip = built.models.mesh, built.where.chip
+    split = mesh.size // mesh.shape["data"]
+    stay = weights(built)["gib"] / split + cache_gib(built)
+    peaks = [one["hbm_gib"]["peak"] for one in sampler.values() if "peak" in one["hbm_gib"]]
+    found = {
+        "sampler_gib": stay,
+        "training_gib": step["hbm_gib"]["peak"] + stay,
+        "sampling_gib": max([stay, *peaks]) + step["hbm_gib"]["arguments"],
+    }
     worst = max(found.values())
-    return {**found, "chip_gib": where.chip.hbm_gib, "fits": worst <= where.chip.hbm_gib}
+    return {**found, "chip_gib": chip.hbm_gib, "fits": worst <= chip.hbm_gib}
 
 
 def advice(built: Built) -> list[str]:

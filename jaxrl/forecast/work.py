@@ -13,7 +13,8 @@ kernels' own gradients. ``useful`` is what the method asks for: each observer an
 forward, the student (and each lesson's role) forward and backward, every position of the bucket
 counted, padding too. ``executed`` adds what is computed again under ``model.remat``, the head's
 second forward pass in chunks, and what the attention at hand computes beyond the causal half:
-dense, all T keys; splash, half a block of keys more and the scores a second time going back.
+dense, all T keys; splash, half a block of keys more, and going back the scores and the weights'
+gradients once for the queries and once more for keys and values.
 """
 
 import dataclasses
@@ -123,7 +124,7 @@ def attention_overhead(config: ModelConfig, tokens: int, form: str) -> tuple[flo
     if form == DENSE:
         return config.layers * tokens / seen, config.layers * tokens / seen
     over = (seen + config.layers * min(attention.BLOCK, tokens) / 2) / seen
-    return over, over * 1.25  # five products going back, of which two would do for the forward
+    return over, over * 7 / 4  # seven products going back, where four would do
 
 
 @dataclasses.dataclass(frozen=True)

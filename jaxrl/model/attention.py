@@ -9,6 +9,7 @@ segments. Each device works on its own rows and heads, since kernels are not par
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,10 @@ def splash(
             block_q_dkv=block,
             block_kv_dkv=block,
             block_kv_dkv_compute=block,
-            use_fused_bwd_kernel=True,
+            # Apart from keys and values: one kernel for all three writes a part of the queries'
+            # gradient for each block of keys, and adding those up costs more than it saves.
+            block_q_dq=block,
+            block_kv_dq=block,
         ),
         head_shards=1,
         q_seq_shards=1,
@@ -91,7 +95,7 @@ def splash(
     )
 
     def local(query: Array, key: Array, value: Array, segment: Array) -> Array:
-        def row(q: Array, k: Array, v: Array, s: Array) -> Array:
+        def row(q: Array, k: Array, v: Array, s: Array) -> Any:
             return kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s))
 
         return jax.vmap(row)(query, key, value, segment)

@@ -264,7 +264,7 @@ def form(
     tokens: int,
     *,
     minibatches: int,
-    facts: Mapping[str, jax.ShapeDtypeStruct],
+    facts: Mapping[str, Any],
     views: Mapping[str, int],
     where: NamedSharding,
 ) -> Batch:

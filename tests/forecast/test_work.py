@@ -47,7 +47,7 @@ def test_the_formula_is_the_compilers_count_of_a_forward_pass():
         hidden = policy.hidden(params, ids, ids, ids + 1)
         return policy.logits(params, hidden.reshape(-1, hidden.shape[-1]))
 
-    text = jax.jit(all_logits).lower(policy.shapes).compile().as_text()
+    text = str(jax.jit(all_logits).lower(policy.shapes).compile().as_text())
     one = work.forward(policy.config, tokens)
     over, _ = work.attention_overhead(policy.config, tokens, work.DENSE)
     right = 2 * tokens * one.scaled(1, over, 1).all
@@ -57,7 +57,7 @@ def test_the_formula_is_the_compilers_count_of_a_forward_pass():
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "inner"])
 def test_the_formula_is_the_compilers_count_of_a_step(remat):
-    config = gvpo.get_config("tiny")
+    config: Any = gvpo.get_config("tiny")
     config.model.update(remat=remat, layers=9)  # so many are scanned
     config.train.micro_rollouts = 8
     config.sampler.update(max_new_tokens=16, prompt_buckets=(32,))
@@ -69,7 +69,7 @@ def test_the_formula_is_the_compilers_count_of_a_step(remat):
     where = jax.sharding.NamedSharding(models.mesh, jax.sharding.PartitionSpec())
     batch = collate.form(rows, tokens, minibatches=2, facts={}, views={}, where=where)
     text = step.jitted(rounds.form(phase, models)).lower(rounds.form(phase, models), batch)
-    counted = program.count(text.compile().as_text())
+    counted = program.count(str(text.compile().as_text()))
     done = work.work(
         algorithm,
         step.plan(rows),
