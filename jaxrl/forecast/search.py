@@ -74,7 +74,7 @@ def expect(
     fsdp, tensor, expert = sizes
     count = sum(math.prod(x.shape) for x in transformer.shapes(model).values())
     positions, chip = rows * tokens, where.chip
-    again, attended = work.computed_again(dataclasses.replace(model, remat=remat))
+    again, attended = work.computed_again(dataclasses.replace(model, remat=remat), work.SPLASH)
     one = work.forward(model, tokens)
     total = positions * (one.trunk * (4 + again) + one.attention * (4 + attended) + one.head * 5)
     compute = total / where.devices / chip.flops

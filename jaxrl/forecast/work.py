@@ -94,10 +94,11 @@ def forward(config: ModelConfig, tokens: int) -> Position:
     )
 
 
-def computed_again(config: ModelConfig) -> tuple[float, float]:
+def computed_again(config: ModelConfig, form: str) -> tuple[float, float]:
     """Shares of the trunk's and of the attention's forward FLOPs that the backward pass repeats.
 
-    The last product of an inner block is never needed again.
+    The last product of an inner block is never needed again. Dense attention keeps no weights: it
+    is repeated even where what it gives is kept.
     """
     if config.remat in ("none", "dots"):
         return 0.0, 0.0 if config.remat == "none" else 1.0
@@ -113,7 +114,8 @@ def computed_again(config: ModelConfig) -> tuple[float, float]:
     kept |= {"projections"} if config.remat in ("projections", "inner") else set()
     kept |= {"inner"} if config.remat == "inner" else set()
     again = sum(numbers for kind, numbers in parts.items() if kind not in kept)
-    return again / sum(parts.values()), 1.0 if config.remat == "full" else 0.0
+    repeated = form == DENSE or config.remat == "full"
+    return again / sum(parts.values()), float(repeated)
 
 
 def attention_overhead(config: ModelConfig, tokens: int, form: str) -> tuple[float, float]:
@@ -205,5 +207,5 @@ def _back(
     one = forward(config, tokens).scaled(tokens, tokens, tokens)
     useful = one.scaled(1 + share, 2, 1 + head)
     forth, back = attention_overhead(config, tokens, form)
-    trunk, attended = computed_again(config)
+    trunk, attended = computed_again(config, form)
     return useful, useful.scaled(1, back, 1) + one.scaled(trunk, attended * forth, 0)

@@ -87,7 +87,7 @@ def test_the_formula_is_the_compilers_count_of_a_step(remat):
 def test_full_remat_repeats_the_trunk_but_its_last_product():
     full = dataclasses.replace(CONFIG, remat="full")
     kernels = 512 + 2 * 256 + 512 + 3 * 384
-    assert work.computed_again(full) == ((kernels - 384) / kernels, 1.0)
+    assert work.computed_again(full, work.SPLASH) == ((kernels - 384) / kernels, 1.0)
     inner = dataclasses.replace(CONFIG, remat="inner")
-    assert work.computed_again(inner) == (512 / kernels, 0.0)  # the output projection
-    assert work.computed_again(CONFIG) == (0.0, 0.0)
+    assert work.computed_again(inner, work.SPLASH) == (512 / kernels, 0.0)  # the output projection
+    assert work.computed_again(CONFIG, work.DENSE) == (0.0, 0.0)
