@@ -9,6 +9,7 @@ device, all devices along ``fsdp`` as far as rows and width divide, the rest alo
 Prints a page, and writes the numbers with --out. Exit code 2 if the step does not fit.
 """
 
+import functools
 import json
 import math
 import os
@@ -58,8 +59,11 @@ def meshed(config: ConfigDict, mesh: ConfigDict | None, devices: int) -> ConfigD
     return config
 
 
-def report(config: ConfigDict, name: str, slice_name: str, phase_name: str) -> dict[str, Any]:
-    """Compile and tell. Raises ValueError naming the field, its value and what is allowed."""
+def report(
+    config: ConfigDict, name: str, slice_name: str, phase_name: str, *, sampler: bool
+) -> dict[str, Any]:
+    """Compile the step, and the sampler's programs if asked, and tell. Raises ValueError naming the
+    field, its value and what is allowed."""
     from jaxrl.forecast import chips, compiled
     from jaxrl.forecast import report as told
     from jaxrl.train import settings
@@ -93,7 +97,7 @@ def report(config: ConfigDict, name: str, slice_name: str, phase_name: str) -> d
     _keep("step", program.text)
     record["step"] = told.of_step(built, program, tokens)
     record["sampler"] = {}
-    for part, one in compiled.lowered_sampler(built).items() if _SAMPLER.value else ():
+    for part, one in compiled.lowered_sampler(built).items() if sampler else ():
         try:
             program = compiled.compile_program(one)
         except compiled.DoesNotFitError as error:
@@ -126,11 +130,12 @@ def main(argv: list[str]) -> None:
     try:
         asked = str(_SLICE.value)
         devices = chips.read_slice(asked).devices
-        config = meshed(_CONFIG.value, _MESH.value, devices)
         if _SEARCH.value:
-            record = search.best(config, asked, _PHASE.value, name, report)
+            compiling = functools.partial(report, sampler=False)
+            record = search.best(_CONFIG.value, asked, _PHASE.value, name, compiling)
         else:
-            record = report(config, name, asked, _PHASE.value)
+            config = meshed(_CONFIG.value, _MESH.value, devices)
+            record = report(config, name, asked, _PHASE.value, sampler=_SAMPLER.value)
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         sys.exit(f"jaxrl.aot: {type(error).__name__}: {error}")
     print(told.text(record))

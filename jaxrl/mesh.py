@@ -170,13 +170,15 @@ def over_rows(function: Callable[..., Any], mesh: Mesh | None, rules: Rules) -> 
     """
     if ways(mesh, rules.rows) == 1:
         return function
+    assert mesh is not None
     rows = spec(("rows",), rules)
+    alone = {axis for axis in AXES if mesh.shape[axis] == 1}  # nothing to leave to the partitioner
     return jax.shard_map(
         function,
         mesh=mesh,
         in_specs=(rows, PartitionSpec()),
         out_specs=rows,
-        axis_names=set(rules.rows),
+        axis_names=set(rules.rows) | alone,
         check_vma=False,
     )
 
