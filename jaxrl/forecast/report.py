@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 # A prediction that differs from the compiler's cycles by more is pointed at.
 GAP = 1.5
 ASSUMPTIONS = (
+    "the time to compute is that of the larger of the formula's and the compiler's FLOPs",
     "every row is as long as the longest bucket; padding counts as work",
     "the step takes the longest of its three counted times: the other two hide behind it",
     "matrix products reach the chip's published bfloat16 peak, HBM and links their bandwidth",
@@ -113,6 +114,7 @@ def losses(done: Work, devices: int, where: Slice, spent: Times) -> dict[str, fl
             executed.attention - useful.attention
         )
         / rate,
+        "computed by the compiler beyond the formula": spent.compute - executed.all / rate,
         f"waiting for {spent.bound}": spent.longest - spent.compute,
     }
 
@@ -123,7 +125,8 @@ def of_step(built: Built, one: Program, tokens: int) -> dict[str, Any]:
     record, counted = described(one, where)
     done = work_of(built, tokens)
     place = times.places(list(built.models.mesh.devices.flat))
-    spent = times.times(done.executed.all / devices, counted, where, place)
+    compiled_flops = counted.flops * devices + (done.kernel if counted.kernels else 0.0)
+    spent = times.times(max(done.executed.all, compiled_flops) / devices, counted, where, place)
     lost = losses(done, devices, where, spent)
     largest = max(lost, key=lambda name: lost[name])
     cycles = record["compiler_cycles_s"]

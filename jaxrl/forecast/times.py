@@ -35,7 +35,10 @@ class Place:
 
 def places(devices: Sequence[Any]) -> list[Place]:
     """Of the mesh's devices, in the order in which programs count them."""
-    return [Place(tuple(x.coords), x.slice_index if x.slice_index else 0) for x in devices]
+    # Devices of a single slice do not tell which one it is.
+    return [
+        Place(tuple(x.coords), x.slice_index if hasattr(x, "slice_index") else 0) for x in devices
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
