@@ -268,7 +268,7 @@ def product_flops(one: Instruction, shapes: list[Array]) -> float:
 
 def trips(loop: Instruction, within: dict[str, Computation]) -> int | None:
     """How often a loop's body runs, if the program says so: by the compiler, or by a condition
-    that compares with the one constant it holds.
+    that compares with the one constant it holds what the body counts up to from 0.
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(known.group(1))
@@ -280,7 +280,30 @@ def trips(loop: Instruction, within: dict[str, Computation]) -> int | None:
     below = any("direction=LT" in one.rest for one in lines)
     called = [within.get(one.attribute("calls") or "") for one in lines]
     below |= any("direction=LT" in x.rest for c in called if c for x in c.instructions.values())
-    return int(constants[0]) if below and len(constants) == 1 else None
+    if not below or len(constants) != 1:
+        return None
+    return math.ceil(
+        int(constants[0]) / _stride(condition, within.get(loop.attribute("body") or ""))
+    )
+
+
+def _stride(condition: Computation, body: Computation | None) -> int:
+    """What the body adds to the counter: 2 where the compiler took two turns together; 1 where it
+    cannot be seen."""
+    root = next((x for x in body.instructions.values() if x.root), None) if body else None
+    counters = [
+        int(found.group(1))
+        for one in condition.instructions.values()
+        if one.opcode == "get-tuple-element" and (found := re.search(r"index=(\d+)", one.rest))
+    ]
+    if body is None or root is None or len(counters) != 1 or counters[0] >= len(root.operands):
+        return 1
+    counted = body.instructions.get(root.operands[counters[0]])
+    if counted is None or counted.opcode != "add":
+        return 1
+    added = [body.instructions[name] for name in counted.operands if name in body.instructions]
+    steps = [one.text for one in added if one.opcode == "constant" and one.text.isdigit()]
+    return max(int(steps[0]), 1) if steps else 1
 
 
 def _starts(where: Computation) -> bool:

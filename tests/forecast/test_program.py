@@ -69,6 +69,15 @@ def test_a_known_trip_count_wins_and_an_unknown_one_is_told():
     assert (endless.unknown_trips, endless.by_kind()["all-gather"]["count"]) == (1, 1)
 
 
+def test_two_turns_taken_together_are_one():
+    pair = LOOP.replace(
+        "  ROOT %next = (s32[], bf16[4,8,16], bf16[32,16]) tuple(%i, %w, %all)",
+        "  %two = s32[] constant(2)\n  %more = s32[] add(%i, %two)\n"
+        "  ROOT %next = (s32[], bf16[4,8,16], bf16[32,16]) tuple(%more, %w, %all)",
+    )
+    assert program.count(pair).by_kind()["all-gather"]["count"] == 2
+
+
 def in_entry(*lines: str) -> program.Counted:
     body = "\n".join(f"  {line}" for line in lines)
     return program.count(f"ENTRY %main (x: f32[8,4]) -> f32[8,4] {{\n{body}\n}}\n")
