@@ -1,13 +1,16 @@
 """Every field there is, with its unit. A method's file starts from here and says what differs.
 
-``get_config("tiny")`` shrinks model, batch and steps for one CPU core. Counts: ``train.groups`` is
+``get_config("tiny")`` shrinks model, batch and steps for one CPU core; a name of
+``configs/models.py`` takes a published model's form. Counts: ``train.groups`` is
 groups a step, ``pool.rollouts_per_group`` rollouts a group, ``train.micro_rollouts`` rollouts a
 micro-batch.
 """
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("", "tiny")
+from configs import models
+
+VARIANTS = ("", "tiny", *models.NAMES)
 
 # The house's values of kernels/trust.py's Trust: what a method of PPO's kind does about a policy
 # that moved from the take's start, and a sampler that is not quite the policy.
@@ -45,7 +48,12 @@ def get_config(variant: str = "") -> ConfigDict:
     model.outputs = 0  # 0: logits over the vocabulary; the value's model is this one with 1
     model.dtype = "float32"  # of the compute; log-probs are float32 whatever stands here
     model.param_dtype = "float32"  # of the master weights
-    model.remat = "none"  # none | full | dots: what the backward pass computes again
+    # what of a layer the forward pass keeps, the backward pass computing the rest again: none (all
+    # is kept) | full (its input only) | attention (and what attention gives) | projections (and
+    # queries, keys, values) | inner (and gate and up) | dots (every matrix product)
+    model.remat = "none"
+    # auto: the splash kernel on TPU where it fits, else dense | dense | splash
+    model.attention = "auto"
     model.score_chunk_positions = 2048  # positions whose logits are alive at once
     model.qk_norm = True  # queries and keys are normalised per head
     model.norm_offset = 0.0  # RMSNorm multiplies with offset + scale
@@ -247,4 +255,6 @@ def get_config(variant: str = "") -> ConfigDict:
         train.update(steps=2, groups=4, micro_rollouts=16)
         evaluation.update(prompts=8, samples=2)
         checkpoint.every_steps = 1
+    if variant in models.NAMES:
+        models.fill(config, variant)
     return config

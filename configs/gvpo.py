@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs import base, sft
+from configs import base, models, sft
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -25,7 +25,9 @@ def get_config(variant: str = "") -> ConfigDict:
             "strata": False,  # groups hold fixed numbers of rollouts of several policies
         }
     )
-    config.train.minibatches = 2  # with one, and the anchor at the take's start, beta does nothing
+    config.train.minibatches = (
+        1 if variant in models.NAMES else 2
+    )  # with one, and the anchor at the take's start, beta does nothing
     config.phases = ConfigDict(
         {"order": ("sft", "gvpo"), "sft": sft.warm_start(variant), "gvpo": ConfigDict()}
     )

@@ -8,12 +8,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs import base
+from configs import base, models
 
 
 def warm_start(variant: str) -> ConfigDict:
     """Overrides of a supervised phase: demonstrations are recorded groups of one rollout."""
     tiny = variant == "tiny"
+    rollouts = models.rollouts(variant) if variant in models.NAMES else 256
     return ConfigDict(
         {
             "algorithm": {"name": "sft"},
@@ -21,10 +22,10 @@ def warm_start(variant: str) -> ConfigDict:
             "optimizer": {"learning_rate": 1e-3},
             "train": {
                 "steps": 2 if tiny else 300,
-                "groups": 16 if tiny else 256,
+                "groups": 16 if tiny else rollouts,
                 "epochs": 1,
                 "minibatches": 1,
-                "micro_rollouts": 16 if tiny else 256,
+                "micro_rollouts": 16 if tiny else rollouts,
             },
         }
     )

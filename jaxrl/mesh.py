@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
@@ -77,7 +78,12 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
             f"{stated}: the product is {math.prod(shape)}, but {len(devices)} devices are given; "
             "they must be equal"
         )
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    kinds = (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # an axis that takes a part of a slice's dimension
+        laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(laid, AXES, axis_types=kinds)
 
 
 def spec(logical: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
@@ -124,9 +130,12 @@ def per_device(
     rules: Rules,
     inputs: Sequence[tuple[str | None, ...]],
     output: tuple[str | None, ...],
+    *,
+    kernels: bool = False,
 ) -> Callable[..., jax.Array]:
     """``function`` run by each device on its part of the arrays, for what the partitioner cannot
     split: arrays in and out lie as their logical axes say, and collectives are the function's own.
+    With ``kernels`` it holds Pallas kernels, which do not tell along which axes they vary.
 
     Every array comes in as one that may differ along each mesh axis that splits any of them, as
     loops and custom gradients want it; of an array that is the same along an axis, the gradients
@@ -138,7 +147,7 @@ def per_device(
     def varying(*arrays: jax.Array) -> jax.Array:
         cast = []
         for array, own in zip(arrays, axes, strict=True):
-            missing = tuple(axis for axis in AXES if axis in split - own)
+            missing = () if kernels else tuple(axis for axis in AXES if axis in split - own)
             cast.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
         return function(*cast)
 
@@ -147,6 +156,30 @@ def per_device(
         mesh=mesh,
         in_specs=tuple(spec(logical, rules) for logical in inputs),
         out_specs=spec(output, rules),
+        check_vma=not kernels,
+    )
+
+
+def over_rows(function: Callable[..., Any], mesh: Mesh | None, rules: Rules) -> Callable[..., Any]:
+    """``function(by_rows, whole)`` run by the devices on their own rows: of each array in the tree
+    ``by_rows`` and in the result the first axis is rows, those in ``whole`` come in complete along
+    the axes that split rows. Axes that split no rows are left to the partitioner.
+
+    What loops inside ``function`` read of ``whole`` is gathered once, not in each turn, and its
+    gradient is summed over the devices once, at the end.
+    """
+    if ways(mesh, rules.rows) == 1:
+        return function
+    assert mesh is not None
+    rows = spec(("rows",), rules)
+    alone = {axis for axis in AXES if mesh.shape[axis] == 1}  # nothing to leave to the partitioner
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec()),
+        out_specs=rows,
+        axis_names=set(rules.rows) | alone,
+        check_vma=False,
     )
 
 

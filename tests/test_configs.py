@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from configs import base
+from configs import base, models
 from jaxrl.algorithms import contract
 from jaxrl.train import settings
 
 ROOT = Path(__file__).parents[1]
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "base")
+PARTS = ("base", "models", "meshes")  # of configs, not configs
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in PARTS)
 SWEEPS = sorted(path.stem for path in (ROOT / "experiments").glob("*.py"))
 
 
@@ -29,8 +30,12 @@ def test_every_algorithm_has_a_config():
     assert set(contract.names()) <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("variant", base.VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(name, "") for name in NAMES]
+    + [(name, "tiny") for name in NAMES]
+    + [(name, variant) for name in NAMES if name != "quickstart" for variant in models.NAMES],
+)
 def test_it_is_understood(name, variant):
     phases = settings.phases(build(name, variant))
     for phase in phases:

@@ -25,7 +25,7 @@ from jaxrl.pool.contract import Completion
 from jaxrl.pool.rollout import StopReason
 from jaxrl.train import accumulate, loop, roles, rounds, settings
 from jaxrl.train.checkpoint import Checkpoints
-from jaxrl.train.collate import collate
+from jaxrl.train.collate import Shown, collate
 from jaxrl.train.loop import Parts
 from jaxrl.train.metrics import Logger, Progress
 from jaxrl.train.settings import Phase
@@ -162,7 +162,9 @@ def batch_and_models(phases: list[Phase], phase: Phase, desk: Any) -> tuple[Part
         minibatches=phase.train.minibatches,
         needs=algorithm.needs,
         algorithm=phase.algorithm["name"],
-        shown=loop.views_of(parts, phase, algorithm),
+        shown=Shown(
+            loop.views_of(phase, algorithm), phase.train.view_token_buckets, parts.tokenizer
+        ),
     )
     # First weights seldom stop by themselves, and methods that train no truncated rollout would
     # have nothing to learn from.

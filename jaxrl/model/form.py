@@ -8,7 +8,19 @@ from typing import Any
 import jax.numpy as jnp
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe", "gemma3", "mimo_v2")
-REMAT = ("none", "full", "dots")
+# What the forward pass of a layer keeps for the backward pass; the rest is computed again.
+KEPT_ATTENTION = "attention"  # what attention gives, before its output projection
+KEPT_PROJECTIONS = "projections"  # queries, keys and values, turned by their positions
+KEPT_INNER = "inner"  # gate and up of a dense inner block
+REMAT: dict[str, tuple[str, ...] | None] = {
+    "none": None,  # all is kept
+    "full": (),  # nothing but the layer's input
+    "attention": (KEPT_ATTENTION,),
+    "projections": (KEPT_ATTENTION, KEPT_PROJECTIONS),
+    "inner": (KEPT_ATTENTION, KEPT_PROJECTIONS, KEPT_INNER),
+    "dots": None,  # every matrix product without batch axes
+}
+ATTENTIONS = ("auto", "dense", "splash")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 ACTIVATIONS = ("silu", "gelu_tanh")
 SINKS = ("none", "local", "all")
@@ -134,6 +146,7 @@ class ModelConfig:
     dtype: str
     param_dtype: str
     remat: str
+    attention: str  # how it is computed: see model/attention.py
     score_chunk_positions: int
     qk_norm: bool  # queries and keys are normalised per head
     norm_offset: float  # RMSNorm multiplies with offset + scale
@@ -160,7 +173,8 @@ class ModelConfig:
             ("family", FAMILIES),
             ("dtype", (*DTYPES,)),
             ("param_dtype", (*DTYPES,)),
-            ("remat", REMAT),
+            ("remat", (*REMAT,)),
+            ("attention", ATTENTIONS),
             ("activation", ACTIVATIONS),
             ("sinks", SINKS),
         ):
@@ -267,6 +281,7 @@ def qwen3(**fields: Any) -> ModelConfig:
         **PLAIN,
         "family": "qwen3",
         "outputs": 0,
+        "attention": "auto",
         "qk_norm": True,
         "rope_scaling": ("none",),
         "experts": ExpertsConfig(0, 0, 0, 0, (), "softmax", True, 1.0, "auto"),

@@ -54,7 +54,15 @@ GEMMA_PERIOD = 6  # every sixth layer of Gemma 3 sees everything, if the file do
 MIMO_PARTIAL = 0.334  # of a head's numbers turn, if the file does not say otherwise
 DENSE = {**PLAIN, "experts": {"count": 0}}
 MOST_LAYERS = 10_000  # a number beyond is no model, and would only cost memory to refuse
-RUN_FIELDS = ("dtype", "param_dtype", "remat", "score_chunk_positions", "outputs", "adapter")
+RUN_FIELDS = (
+    "dtype",
+    "param_dtype",
+    "remat",
+    "attention",
+    "score_chunk_positions",
+    "outputs",
+    "adapter",
+)
 
 
 class Fields:

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels import routers
-from jaxrl.model.form import DTYPES, Kind, ModelConfig
+from jaxrl.model.attention import Fused
+from jaxrl.model.form import DTYPES, KEPT_ATTENTION, KEPT_INNER, KEPT_PROJECTIONS, Kind, ModelConfig
 
 # Takes a block's new keys and values, returns those to attend to: itself in training, the whole
 # cache in decoding.
@@ -42,10 +44,19 @@ class Sight:
     mask: Bool[Array, "row token source"]
     cos: Float[Array, "row token half"]
     sin: Float[Array, "row token half"]
+    # For attention without a mask; None: the mask is used.
+    segment: Int[Array, "row token"] | None = None
+    fused: Fused | None = dataclasses.field(default=None, metadata={"static": True})
+    window: int = dataclasses.field(default=0, metadata={"static": True})  # 0: none
+
+    def by(self, fused: Fused | None, segment: Array) -> "Sight":
+        """The same, for a kernel if there is one."""
+        return self if fused is None else dataclasses.replace(self, segment=segment, fused=fused)
 
     def or_local(self, other: "Sight", local: Any) -> "Sight":
-        """``other`` where ``local`` is true."""
-        return jax.tree.map(lambda here, there: jnp.where(local, there, here), self, other)
+        """``other`` where ``local`` is true; by their masks, as what is not known is no kernel."""
+        masked = (dataclasses.replace(one, fused=None, window=0) for one in (self, other))
+        return jax.tree.map(lambda here, there: jnp.where(local, there, here), *masked)
 
 
 @jax.tree_util.register_dataclass
@@ -175,7 +186,8 @@ def sight(
     angle = position[..., None].astype(jnp.float32) * jnp.asarray(
         frequencies(config, local=local), jnp.float32
     )
-    return Sight(mask, jnp.cos(angle), jnp.sin(angle))
+    window = config.window if local else 0
+    return Sight(mask, jnp.cos(angle), jnp.sin(angle), window=window)
 
 
 def rotate(x: Float[Array, "row head token size"], sight: Sight) -> Array:
@@ -258,15 +270,19 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if self.value_scale != 1:
             value = value * self.value_scale
-        keys, values = remember(rotate(key, sight), value)
-        found = attend(
-            rotate(query, sight),
-            keys,
-            values,
-            sight.mask,
-            scale=self.scale,
-            sink=None if self.sink is None else self.sink[...],
+        query, key, value = (
+            checkpoint_name(x, KEPT_PROJECTIONS)
+            for x in (rotate(query, sight), rotate(key, sight), value)
         )
+        keys, values = remember(key, value)
+        if sight.fused is not None:
+            found = sight.fused(
+                query, keys, values, sight.segment, scale=self.scale, window=sight.window
+            )
+        else:
+            sink = None if self.sink is None else self.sink[...]
+            found = attend(query, keys, values, sight.mask, scale=self.scale, sink=sink)
+            found = checkpoint_name(found, KEPT_ATTENTION)
         return self.output(found.swapaxes(1, 2)), keys, values
 
 
@@ -283,7 +299,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Same shape as x."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = (checkpoint_name(linear(x), KEPT_INNER) for linear in (self.gate, self.up))
+        return self.down(self.activation(gate) * up)
 
 
 class Router(nnx.Module):

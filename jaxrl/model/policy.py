@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl.batch import Batch, View
-from jaxrl.mesh import Rules, require_divisible, spec, ways
-from jaxrl.model import adapters, novelty, transformer
+from jaxrl.mesh import Rules, over_rows, require_divisible, spec
+from jaxrl.model import adapters, attention, novelty, transformer
 from jaxrl.model.experts import mixture, sharded_mixture
 from jaxrl.model.form import DTYPES, ModelConfig
 from jaxrl.model.layers import Guide, Mixture, Routing
@@ -34,6 +34,7 @@ CHOSEN = "router/chosen"
 BALANCE = "router/balance"
 
 Read = Callable[[Mapping[str, Array], Array], Mapping[str, Array]]
+Head = Callable[[Array, Array, Params], Array]  # (known, temperature, whole) -> logits
 Cache = tuple[tuple[Array, Array], ...]  # for each layer keys and values, [slot kv_head place size]
 Decoded = tuple[Array, Cache, Array | None]  # logits, the grown cache, routes
 
@@ -127,7 +128,9 @@ class Policy:
     ) -> tuple[Float[Array, "row token embed"], Routing | None]:
         """Last hidden states, and what the routers did; None of a dense model."""
         model = transformer.bind(self.config, params)
-        return model.hidden(tokens, position, segment, self._by_rows(tokens), self.mix, guidance)
+        fused = attention.chosen(self.config, tokens.shape[1], self.mesh, self.rules)
+        by_rows = self._by_rows(tokens)
+        return model.hidden(tokens, position, segment, by_rows, self.mix, guidance, fused)
 
     def _by_rows(self, tokens: Array) -> Callable[[Array], Array]:
         require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
@@ -167,34 +170,59 @@ class Policy:
         """
         scored = begun(batch.segment)
         states: dict[str, Array] = {}
-        heads: dict[str, Callable[[Array, Array], Array]] = {}
+        heads: dict[str, Head] = {}
+        whole: dict[str, Params] = {}
         told: dict[str, Array] = {}
         for who, view in scorers:
             name = scorer_name(who, view)
             how = guidance if name == STUDENT else UNGUIDED
             states[name], heads[name], routing = self._scorer(params, batch, who, view, how)
+            if who != NOVELTY:
+                whole[name] = self.form_of(who)._head(params[who])
             if name == STUDENT and routing is not None:
                 told = {CHOSEN: routing.chosen, BALANCE: routing.balance}
-        rows, tokens = batch.tokens.shape
-        cut, join = self._chunks(rows, tokens)
 
-        @jax.checkpoint
-        def look(piece: tuple[dict[str, Array], Array, Array]) -> Mapping[str, Array]:
-            hidden, taken, temperature = piece
-            return read({name: heads[name](x, temperature) for name, x in hidden.items()}, taken)
+        def walk(by_rows: Any, whole: Mapping[str, Params]) -> dict[str, Array]:
+            cut, join = self._chunks(*by_rows[1].shape)
+            # Gradients of chunks are added in float32, whatever the heads were gathered in.
+            wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), whole)
 
-        pieces = jax.tree.map(
-            cut, (states, batch.tokens, jnp.where(scored, batch.temperature, 1.0))
-        )
-        found = jax.lax.map(look, pieces)
+            @jax.checkpoint
+            def look(piece: tuple[dict[str, Array], Array, Array]) -> Mapping[str, Array]:
+                hidden, taken, temperature = piece
+                logits = {
+                    name: heads[name](x, temperature, wide.get(name, {}))
+                    for name, x in hidden.items()
+                }
+                return read(logits, taken)
+
+            found = jax.lax.map(look, jax.tree.map(cut, by_rows))
+            return {name: join(x) for name, x in found.items()}
+
+        by_rows = (states, batch.tokens, jnp.where(scored, batch.temperature, 1.0))
+        found = over_rows(walk, self.mesh, self.rules)(by_rows, whole)
 
         def finish(x: Array) -> Array:
-            x = join(x)
             return jnp.where(
                 scored.reshape(scored.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
             )
 
         return {name: finish(x) for name, x in found.items()} | told
+
+    def _head(self, params: Params) -> dict[str, Array]:
+        """What logits are made of beside the states, in the compute dtype; whole along the axes
+        that split rows."""
+        axes, by_rows = transformer.logical_axes(self.config), set(self.rules.rows)
+
+        def kept(logical: str | None) -> str | None:
+            return logical if logical and not by_rows & set(self.rules[logical]) else None
+
+        return {
+            name: self.constrain(
+                params[name].astype(DTYPES[self.config.dtype]), tuple(map(kept, axes[name]))
+            )
+            for name in transformer.head_names(self.config)
+        }
 
     def _scorer(
         self,
@@ -203,22 +231,24 @@ class Policy:
         who: str,
         view: str,
         guidance: Guidance,
-    ) -> tuple[Array, Callable[[Array, Array], Array], Routing | None]:
-        """What a scorer knows just before each token, what makes logits of it: (known,
-        temperature) -> logits; and what its routers did.
+    ) -> tuple[Array, Head, Routing | None]:
+        """What a scorer knows just before each token, what makes logits of it, and what its routers
+        did.
         """
         if who == NOVELTY:
             # The student's features; its parameters are not what is trained here.
             student = jax.lax.stop_gradient(params["student"])
             error = novelty.error(params[who], self._features(student, batch, view))
             everywhere = (*batch.tokens.shape, error.shape[-1])
-            return jnp.broadcast_to(error[:, None, :], everywhere), lambda x, _: x, None
+            return jnp.broadcast_to(error[:, None, :], everywhere), lambda x, *_: x, None
         model = self.form_of(who)
         known, routing = model._before(params[who], batch, view, guidance)
-        logits = transformer.bind(model.config, params[who]).logits
-        if model.config.outputs:
-            return known, lambda x, _: logits(x), routing
-        return known, lambda x, temperature: logits(x) / temperature[:, None], routing
+
+        def logits(x: Array, temperature: Array, whole: Params) -> Array:
+            made = transformer.bind(model.config, {**params[who], **whole}).logits(x)
+            return made if model.config.outputs else made / temperature[:, None]
+
+        return known, logits, routing
 
     def _before(
         self, params: Params, batch: Batch, view: str, guidance: Guidance
@@ -261,12 +291,11 @@ class Policy:
         """Functions that cut [row token ...] into [chunk position ...] and join it again.
 
         A chunk takes a few tokens of every row, or, if the rows alone are too many, every n-th row:
-        each device keeps its own rows in both cases and nothing moves between devices.
+        rows are a device's own.
         """
-        devices = ways(self.mesh, self.rules.rows)
-        local, limit = rows // devices, self.config.score_chunk_positions
-        strides = next(n for n in range(1, local + 1) if local % n == 0 and local // n <= limit)
-        count = -(-tokens // max(1, limit // (local // strides)))
+        limit = self.config.score_chunk_positions
+        strides = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= limit)
+        count = -(-tokens // max(1, limit // (rows // strides)))
         width = -(-tokens // count)
 
         def cut(x: Array) -> Array:

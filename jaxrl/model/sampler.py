@@ -305,17 +305,7 @@ class Sampler:
         rows: dict[tuple[int, ...], int] = {}
         prompts = np.zeros((width, bucket), np.int32)
         lengths = np.ones(width, np.int32)
-        whole = functools.partial(np.zeros, self.slots)
-        plan = Admission(
-            slot=np.full(self.slots, self.slots, np.int32),
-            row=whole(np.int32),
-            length=np.ones(self.slots, np.int32),
-            group=whole(np.uint32),
-            sample=whole(np.uint32),
-            temperature=np.ones(self.slots, np.float32),
-            limit=np.ones(self.slots, np.int32),
-            stop=np.full((self.slots, MAX_STOP_IDS), -1, np.int32),
-        )
+        plan = self._vacant()
         entry = 0
         while queue and free:
             index, request = queue[0]
@@ -335,6 +325,20 @@ class Sampler:
             plan.stop[entry, : len(request.stop_ids)] = sorted(request.stop_ids)
             entry += 1
         return prompts, lengths, plan
+
+    def _vacant(self) -> Admission:
+        """A plan that admits nobody."""
+        whole = functools.partial(np.zeros, self.slots)
+        return Admission(
+            slot=np.full(self.slots, self.slots, np.int32),
+            row=whole(np.int32),
+            length=np.ones(self.slots, np.int32),
+            group=whole(np.uint32),
+            sample=whole(np.uint32),
+            temperature=np.ones(self.slots, np.float32),
+            limit=np.ones(self.slots, np.int32),
+            stop=np.full((self.slots, MAX_STOP_IDS), -1, np.int32),
+        )
 
     def _admit(
         self, params: Any, state: Slots, prompts: Array, lengths: Array, plan: Admission
@@ -415,7 +419,28 @@ class Sampler:
         devices = ways(self.policy.mesh, self.policy.rules.rows)
         return min(self.slots, max(1, PREFILL_POSITIONS // bucket) * devices)
 
+    def lowered(self, bucket: int) -> dict[str, Any]:
+        """The two programs of a prompt bucket, lowered from shapes on the mesh: ``prefill`` and
+        ``decode``. No weights are needed.
+        """
+
+        def lying(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        params = jax.tree.map(lying, self.policy.shapes, self.policy.shardings)
+        empty = jax.eval_shape(lambda: self._blank(bucket))
+        state = jax.tree.map(lying, empty, self._shardings())
+        prompts = np.zeros((self._prefill_rows(bucket), bucket), np.int32)
+        plan = self._vacant()
+        prefill = self._prefill.lower(params, state, prompts, prompts[:, 0], plan)
+        decode = self._decode.lower(params, state, np.int32(0))
+        return {"prefill": prefill, "decode": decode}
+
     def _empty(self, bucket: int) -> Slots:
+        """Slots without requests, on the devices."""
+        return jax.device_put(self._blank(bucket), self._shardings())
+
+    def _blank(self, bucket: int) -> Slots:
         """Slots without requests."""
         slots, new = self.slots, self.max_new_tokens
         zeros = functools.partial(np.zeros, slots)
@@ -438,7 +463,7 @@ class Sampler:
             config = self.policy.config
             each = (len(config.sparse_layers), config.experts.per_token)
             named["routes"] = np.full((slots, bucket + new, *each), -1, np.int16)
-        return jax.device_put(Slots(**named), self._shardings())
+        return Slots(**named)
 
     def _shardings(self) -> Any:
         """Slots over the axes of rows, heads of the cache over theirs; None without a mesh."""

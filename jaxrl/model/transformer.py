@@ -23,7 +23,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.model import novelty
-from jaxrl.model.form import DTYPES, ModelConfig, stacks
+from jaxrl.model.attention import Fused
+from jaxrl.model.form import DTYPES, REMAT, ModelConfig, stacks
 from jaxrl.model.layers import Block, Guide, Linear, Mixture, RMSNorm, Routing, Sight, sight
 
 # Stacks up to this depth are unrolled inside the scan: its copies of what the backward pass needs
@@ -120,11 +121,12 @@ class Decoder(nnx.Module):
         constrain: Callable[[Array], Array],
         mix: Mixture,
         guidance: Guidance = UNGUIDED,
+        fused: Fused | None = None,
     ) -> tuple[Float[Array, "row token embed"], Routing | None]:
         """Last hidden states; a token sees the earlier tokens of its own segment and itself. Beside
         them what the sparse layers did: ``chosen[row token layer k]``, ``balance`` their mean."""
         x, _, routing = self._through(
-            tokens, position, segment, constrain, mix, guidance, lambda x: None
+            tokens, position, segment, constrain, mix, guidance, lambda x: None, fused
         )
         return self.norm(x), routing
 
@@ -157,12 +159,14 @@ class Decoder(nnx.Module):
         mix: Mixture,
         guidance: Guidance,
         note: Callable[[Array], Any],
+        fused: Fused | None = None,
     ) -> tuple[Array, Any, Routing | None]:
         """The states after the last block, what ``note`` says of those after each, the routing."""
         seen = visible(segment)
         near = jnp.arange(tokens.shape[1])
         near = seen & (near[:, None] - near[None, :] < self.config.window)
-        sights = self.sights(seen, near, position)
+        far, close = self.sights(seen, near, position)
+        sights = far.by(fused, segment), close.by(fused, segment)
         counted = segment > 0
         x, noted, routings = constrain(self.embed(tokens)), [], []
         for run in runs(self.config):
@@ -189,8 +193,12 @@ class Decoder(nnx.Module):
         """The step of the scan, with what the backward pass computes again."""
         if self.config.remat == "none":
             return step
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        return jax.checkpoint(step, policy=dots if self.config.remat == "dots" else None)
+        policies = jax.checkpoint_policies
+        if self.config.remat == "dots":
+            return jax.checkpoint(step, policy=policies.dots_with_no_batch_dims_saveable)
+        names = REMAT[self.config.remat]
+        policy = policies.save_only_these_names(*names) if names else None
+        return jax.checkpoint(step, policy=policy)
 
     def _body(
         self, run: Run, sights: tuple[Sight, Sight], counted: Array, guidance: Guidance, mix: Any
@@ -296,6 +304,12 @@ def logical_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
         axes = leaf.get_metadata()["axes"]
         named[name_of(path)] = ("layers", *axes) if path[0] in stacks(config) else axes
     return named
+
+
+def head_names(config: ModelConfig) -> list[str]:
+    """The parameters that ``Decoder.logits`` reads."""
+    own = [name for name in shapes(config) if name.split("/")[0] in ("head", "output")]
+    return own or ["embedding"]
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl.batch import ACTION, PAD, Batch, View
 from jaxrl.pool.contract import Group, Tokenizer
@@ -257,6 +259,48 @@ def duplicate_frac(rollouts: Sequence[Rollout]) -> float:
     return 1 - len(distinct) / len(rollouts) if rollouts else 0.0
 
 
+def form(
+    rows: int,
+    tokens: int,
+    *,
+    minibatches: int,
+    facts: Mapping[str, Any],
+    views: Mapping[str, int],
+    where: NamedSharding,
+) -> Batch:
+    """A Batch as shapes: what ``collate`` makes of a full take, its rows lying ``where``; ``views``
+    are names and lengths of their rows.
+    """
+    arrays = _blank(np.zeros(rows, np.int32), tokens, minibatches)
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def view(length: int) -> View:
+        row = np.zeros((rows, length), np.int32)
+        return View(row, row, row, np.zeros((rows, tokens), np.int32))  # pyright: ignore
+
+    laid = {name: view(length) for name, length in views.items()}
+    return jax.tree.map(shape, Batch(**arrays, facts=facts, views=laid))
+
+
+def _blank(labels: np.ndarray, tokens: int, minibatches: int) -> dict[str, Any]:
+    """The arrays of a Batch in which nothing is placed, by the label of each row's group."""
+    rows = len(labels)
+    arrays: dict[str, Any] = {
+        name: np.full((rows, tokens), fill, dtype) for name, (dtype, fill) in COLUMNS.items()
+    }
+    return arrays | {
+        "rollout": np.arange(rows, dtype=np.int32),
+        "reward": np.zeros(rows, np.float32),
+        "valid": np.zeros(rows, bool),
+        "truncated": np.zeros(rows, bool),
+        "group": labels.astype(np.int32),
+        "minibatch": np.arange(minibatches, dtype=np.int32).repeat(rows // minibatches),
+        "branch_weight": np.ones(rows, np.float32),
+    }
+
+
 def collate(
     groups: Sequence[Group],
     *,
@@ -291,18 +335,7 @@ def collate(
         max((len(rollout.tokens) for rollout in placed.values()), default=0), token_buckets
     )
 
-    arrays: dict[str, Any] = {
-        name: np.full((rows, tokens), fill, dtype) for name, (dtype, fill) in COLUMNS.items()
-    }
-    arrays |= {
-        "rollout": np.arange(rows, dtype=np.int32),
-        "reward": np.zeros(rows, np.float32),
-        "valid": np.zeros(rows, bool),
-        "truncated": np.zeros(rows, bool),
-        "group": labels.astype(np.int32),
-        "minibatch": np.arange(minibatches, dtype=np.int32).repeat(rows // minibatches),
-        "branch_weight": np.ones(rows, np.float32),
-    }
+    arrays = _blank(labels, tokens, minibatches)
     for row, rollout in placed.items():
         for name, column in _columns(rollout).items():
             arrays[name][row, : len(column)] = column

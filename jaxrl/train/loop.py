@@ -63,12 +63,18 @@ Reader = SentencePieceTokenizer | CharacterTokenizer | PublishedTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """What does the work, the same in all phases of a run."""
+class Models:
+    """What works on the devices, the same in all phases of a run; arrays come later."""
 
     mesh: Mesh
     policy: Policy
     sampler: Sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Models):
+    """What does the work, the same in all phases of a run."""
+
     source: TaskSource
     tokenizer: Reader
 
@@ -266,9 +272,9 @@ def log(
     )
 
 
-def views_of(parts: Parts, phase: Phase, algorithm: Algorithm) -> Shown:
-    """The contexts besides the plain one that an algorithm reads. ValueError naming those that the
-    config does not define, or that nothing can fill."""
+def views_of(phase: Phase, algorithm: Algorithm) -> dict[str, str]:
+    """Templates of the contexts besides the plain one that an algorithm reads. ValueError naming
+    those that the config does not define, or that nothing can fill."""
     asked = sorted({view for _, view in everyone(algorithm)} - {"plain"})
     lacking = [view for view in asked if view not in phase.scorers.views]
     if lacking or (asked and not phase.train.view_token_buckets):
@@ -285,7 +291,7 @@ def views_of(parts: Parts, phase: Phase, algorithm: Algorithm) -> Shown:
             f"phases.{phase.name}: the views {deaf} show feedback, but "
             "pool.max_feedback_tokens=0; allowed: > 0"
         )
-    return Shown(templates, phase.train.view_token_buckets, parts.tokenizer)
+    return templates
 
 
 def routing_of(phase: Phase) -> RoutingConfig | None:
@@ -310,7 +316,7 @@ def routing_of(phase: Phase) -> RoutingConfig | None:
     return RoutingConfig.of(phase.model, recorded=recorded, replay=replay, balance_weight=weight)
 
 
-def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
+def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
     """A phase's algorithm and step.
 
     Raises ValueError or TypeError, naming the fields, for what would otherwise fail at the first
@@ -343,7 +349,7 @@ def prepare(parts: Parts, phase: Phase) -> tuple[Algorithm, Step]:
         routed=routed,
     )
     step.plan(phase.train.groups * phase.pool.rollouts_per_group)
-    views_of(parts, phase, algorithm)
+    views_of(phase, algorithm)
     half_ulp = 2.0**-9 / math.sqrt(phase.model.width)  # of a weight of typical size, in bfloat16
     narrow = any(x.dtype == jax.numpy.bfloat16 for x in trained.values())
     if narrow and phase.optimizer.learning_rate < half_ulp:
@@ -361,6 +367,7 @@ def lay_out(
 ) -> tuple[Batch, dict[str, float]]:
     """Groups as a Batch on the mesh, and what collate counted."""
     routed = routing_of(phase)
+    views, buckets = views_of(phase, algorithm), phase.train.view_token_buckets
     batch, counts = collate(
         groups,
         token_buckets=phase.train.token_buckets,
@@ -369,7 +376,7 @@ def lay_out(
         minibatches=phase.train.minibatches,
         needs=(*algorithm.needs, *(routed.needs if routed else ())),
         algorithm=phase.algorithm["name"],
-        shown=views_of(parts, phase, algorithm),
+        shown=Shown(views, buckets, parts.tokenizer),
     )
     return mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec), counts
 

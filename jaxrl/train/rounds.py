@@ -30,7 +30,7 @@ from jaxrl.pool.tokenizer import train_sentencepiece
 from jaxrl.tasks.contract import TaskSource
 from jaxrl.train import curriculum, loop, optimizer, report, roles, settings, starts
 from jaxrl.train.checkpoint import Checkpoints, Restored
-from jaxrl.train.loop import Books, Parts, Reader
+from jaxrl.train.loop import Books, Models, Parts, Reader
 from jaxrl.train.metrics import Logger, Progress
 from jaxrl.train.settings import STARTS, Phase, TeacherConfig
 from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
@@ -84,18 +84,26 @@ def assemble(phases: list[Phase], root: epath.Path) -> Parts:
             f"model.vocab_size={phase.model.vocab_size}; allowed: >= {tokenizer.vocab_size}, "
             "the tokenizer's"
         )
-    devices = mesh.make_mesh(phase.mesh)
-    student = policy.build(phase.model, devices, mesh.Rules(), roles.forms(phases))
+    models = build_models(phases)
+    return Parts(models.mesh, models.policy, models.sampler, source, tokenizer)
+
+
+def build_models(phases: list[Phase], devices: Sequence[Any] | None = None) -> Models:
+    """Mesh, policy and sampler on these devices (default: all there are), which need not be real:
+    no array is made."""
+    phase = phases[0]
+    where = mesh.make_mesh(phase.mesh, devices)
+    student = policy.build(phase.model, where, mesh.Rules(), roles.forms(phases))
     sampler = Sampler(
         student,
-        devices,
+        where,
         seed=phase.seed,
         slots=phase.sampler.slots,
         prompt_buckets=phase.sampler.prompt_buckets,
         max_new_tokens=phase.sampler.max_new_tokens,
         record_routes=phase.sampler.record_routes,
     )
-    return Parts(devices, student, sampler, source, tokenizer)
+    return Models(where, student, sampler)
 
 
 def read_by(name: str, source: TaskSource, phase: Phase, folder: epath.Path) -> Reader:
@@ -219,7 +227,7 @@ def read_teacher(
         raise ValueError(f"phases.{phase.name}: scorers.teacher.weights: {error}") from error
 
 
-def form(phase: Phase, parts: Parts) -> TrainState:
+def form(phase: Phase, parts: Models) -> TrainState:
     """What ``begin`` would make, as shapes, dtypes and shardings."""
     teacher = parts.policy.form_of(roles.TEACHER).shapes if needs_teacher(phase) else None
     state = jax.eval_shape(

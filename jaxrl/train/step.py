@@ -338,8 +338,11 @@ def optimizer_metrics(before: Params, trained: Role) -> Metrics:
 
     A share near 1 says that steps are below half a unit in the last place: masters too narrow.
     """
-    same = jnp.stack([(before[name] == x).sum() for name, x in trained.params.items()]).sum()
-    metrics = {"optim/frac_params_unchanged": same / sum(x.size for x in before.values())}
+    # In float32: there are more parameters than an int32 counts.
+    same = jnp.stack(
+        [(before[name] == x).sum(dtype=jnp.float32) for name, x in trained.params.items()]
+    ).sum()
+    metrics = {"optim/frac_params_unchanged": same / float(sum(x.size for x in before.values()))}
     rate = optax.tree.get(trained.opt_state, "learning_rate")
     return metrics if rate is None else metrics | {"optim/learning_rate": rate}
 

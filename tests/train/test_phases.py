@@ -237,9 +237,7 @@ def test_views_are_asked_of_the_config(run):
     phases, parts, _ = run
     taught = phases["taught"]
     algorithm = importlib.import_module("jaxrl.algorithms.contract").load("everyone")
-    assert dict(loop.views_of(parts, taught, algorithm).templates) == {
-        "response_only": "{response}"
-    }
+    assert loop.views_of(taught, algorithm) == {"response_only": "{response}"}
     nothing = dataclasses.replace(taught.scorers, views={"other": "{response}"})
     narrow = dataclasses.replace(taught.train, view_token_buckets=())
     deaf = dataclasses.replace(
@@ -251,7 +249,7 @@ def test_views_are_asked_of_the_config(run):
         ({"scorers": deaf}, r"views \['response_only'\] show feedback.*max_feedback_tokens=0"),
     ):
         with pytest.raises(ValueError, match=f"phases.taught: .*{words}"):
-            loop.views_of(parts, dataclasses.replace(taught, **changes), algorithm)
+            loop.views_of(dataclasses.replace(taught, **changes), algorithm)
 
 
 def test_an_average_is_held_in_float32_whatever_the_student_is(run, first):

@@ -1,0 +1,211 @@
+"""FLOPs of a take by formula, from the form of the models and how the step walks through them.
+
+A multiplication and an addition are two FLOPs; what is elementwise is left out. A position of a row
+of T tokens costs, in the forward pass of one model:
+
+    trunk      2 x (numbers of its kernels, experts' x per_token / count)
+    attention  2 x (keys it sees) x heads x (head_size + value_size);  keys seen: (T + 1) / 2, or
+               fewer on local layers
+    head       2 x vocabulary x width
+
+The backward pass costs the same once for what flows to the inputs, and once more for the trained
+kernels' own gradients. ``useful`` is what the method asks for: each observer and each other scorer
+forward, the student (and each lesson's role) forward and backward, every position of the bucket
+counted, padding too. ``executed`` adds what is computed again under ``model.remat``, the head's
+second forward pass in chunks, and what the attention at hand computes beyond the causal half:
+dense, all T keys; splash, half a block of keys more, and going back the scores and the weights'
+gradients once for the queries and once more for keys and values.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+
+from jaxrl.algorithms.contract import Algorithm
+from jaxrl.model import attention, transformer
+from jaxrl.model.form import ModelConfig
+from jaxrl.train.step import Plan
+
+SILENT = ("scale", "bias", "sink")  # parameters that multiply no matrix
+DENSE, SPLASH = "dense", "splash"
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """FLOPs of one position in one forward pass."""
+
+    trunk: float
+    attention: float
+    head: float
+
+    @property
+    def all(self) -> float:
+        """Together."""
+        return self.trunk + self.attention + self.head
+
+    def __add__(self, other: "Position") -> "Position":
+        return Position(
+            self.trunk + other.trunk,
+            self.attention + other.attention,
+            self.head + other.head,
+        )
+
+    def scaled(self, trunk: float, attention: float, head: float) -> "Position":
+        """Each part so many times."""
+        return Position(trunk * self.trunk, attention * self.attention, head * self.head)
+
+
+NOTHING = Position(0.0, 0.0, 0.0)
+
+
+def _active(name: str, numbers: int, config: ModelConfig) -> float:
+    """Numbers of a parameter that one token is multiplied with."""
+    last = name.split("/")[-1]
+    if last in SILENT:
+        return 0.0
+    experts = config.experts
+    routed = experts.count and "/mlp/" in name and last in ("gate", "up", "down")
+    return numbers * experts.per_token / experts.count if routed else float(numbers)
+
+
+def kernels(config: ModelConfig) -> dict[str, float]:
+    """Numbers that a position is multiplied with in the trunk, by parameter."""
+    head = {*transformer.head_names(config), "embedding"}
+    numbers = {name: math.prod(x.shape) for name, x in transformer.shapes(config).items()}
+    return {name: _active(name, n, config) for name, n in numbers.items() if name not in head}
+
+
+def keys_seen(config: ModelConfig, layer: int, tokens: int) -> float:
+    """Mean over a row's positions of the keys that a query of this layer sees."""
+    window = min(config.window, tokens) if config.is_local(layer) else tokens
+    short = window * (window + 1) / 2  # the first positions see fewer
+    return (short + (tokens - window) * window) / tokens
+
+
+def forward(config: ModelConfig, tokens: int) -> Position:
+    """One position of a row of so many tokens."""
+    wide = config.heads * (config.head_size + config.value_width)
+    seen = sum(keys_seen(config, layer, tokens) for layer in range(config.layers))
+    outputs = config.outputs or config.vocab_size
+    return Position(
+        trunk=2 * sum(kernels(config).values()),
+        attention=2 * seen * wide,
+        head=2 * config.width * outputs,
+    )
+
+
+def computed_again(config: ModelConfig, form: str) -> tuple[float, float]:
+    """Shares of the trunk's and of the attention's forward FLOPs that the backward pass repeats.
+
+    The last product of an inner block is never needed again. Dense attention keeps no weights: it
+    is repeated even where what it gives is kept.
+    """
+    if config.remat in ("none", "dots"):
+        return 0.0, 0.0 if config.remat == "none" else 1.0
+    parts = {"down": 0.0, "projections": 0.0, "inner": 0.0, "rest": 0.0}
+    for name, numbers in kernels(config).items():
+        last = [part for part in name.split("/") if part not in ("kernel",)][-1]
+        kind = {"query": "projections", "key": "projections", "value": "projections"}.get(last)
+        kind = kind or {"gate": "inner", "up": "inner", "down": "down"}.get(last, "rest")
+        if kind == "inner" and config.experts.count:
+            kind = "rest"  # experts' are not kept by name
+        parts[kind] += numbers
+    kept = {"down"}
+    kept |= {"projections"} if config.remat in ("projections", "inner") else set()
+    kept |= {"inner"} if config.remat == "inner" else set()
+    again = sum(numbers for kind, numbers in parts.items() if kind not in kept)
+    repeated = form == DENSE or config.remat == "full"
+    return again / sum(parts.values()), float(repeated)
+
+
+def attention_overhead(config: ModelConfig, tokens: int, form: str) -> tuple[float, float]:
+    """What the attention at hand computes over the keys seen: forward, and backward over twice the
+    forward pass.
+    """
+    seen = sum(keys_seen(config, layer, tokens) for layer in range(config.layers))
+    if form == DENSE:
+        return config.layers * tokens / seen, config.layers * tokens / seen
+    over = (seen + config.layers * min(attention.BLOCK, tokens) / 2) / seen
+    return over, over * 7 / 4  # seven products going back, where four would do
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs of a take, all devices together."""
+
+    useful: Position
+    executed: Position
+
+    @property
+    def kernel(self) -> float:
+        """Executed in attention: what a Pallas kernel hides from the compiler's count."""
+        return self.executed.attention
+
+
+def work(
+    algorithm: Algorithm,
+    plan: Plan,
+    forms: Mapping[str, ModelConfig],
+    tokens: Mapping[str, int],
+    trained: Mapping[str, Collection[str]],
+    attentions: Mapping[str, str],
+    *,
+    observes_student: bool,
+) -> Work:
+    """The FLOPs of one take.
+
+    ``forms`` are the models by who scores, ``tokens`` the length of a row by view, ``trained`` the
+    names of the parameters that each learner trains, ``attentions`` "dense" or "splash" by view.
+    ``observes_student``: a student with experts is always observed.
+    """
+    rows = plan.rollouts
+    useful, executed = NOTHING, NOTHING
+
+    def pass_of(who: str, view: str) -> tuple[Position, Position]:
+        """Useful and executed FLOPs of a row, forward."""
+        config, length = forms[who], tokens[view]
+        one = forward(config, length).scaled(length, length, length)
+        over, _ = attention_overhead(config, length, attentions[view])
+        return one, one.scaled(1, over, 1)
+
+    def add(pair: tuple[Position, Position], times: float) -> None:
+        nonlocal useful, executed
+        useful += pair[0].scaled(times, times, times)
+        executed += pair[1].scaled(times, times, times)
+
+    observers = list(algorithm.observers)
+    if observes_student and ("student", "plain") not in observers:
+        observers.append(("student", "plain"))
+    known = [pair for pair in observers if pair[0] in forms]
+    again = algorithm.refresh == "update" and plan.updates > 1
+    for who, view in known:
+        add(pass_of(who, view), rows * (1 + (plan.epochs if again else 0)))
+    learners = [("student", algorithm.scorers), *((who, x.scorers) for who, x in algorithm.lessons)]
+    for learner, scorers in learners:
+        for who, view in scorers:
+            if who not in forms:
+                continue
+            forth = pass_of(who, view)
+            add(forth, rows * plan.epochs)
+            again_head = NOTHING, forth[1].scaled(0, 0, 1)  # the chunk's logits, going back
+            add(again_head, rows * plan.epochs)
+            if who == learner:
+                add(
+                    _back(forms[who], tokens[view], trained[who], attentions[view]),
+                    rows * plan.epochs,
+                )
+    return Work(useful, executed)
+
+
+def _back(
+    config: ModelConfig, tokens: int, trained: Collection[str], form: str
+) -> tuple[Position, Position]:
+    """Useful and executed FLOPs of a row, backward."""
+    own = kernels(config)
+    share = sum(n for name, n in own.items() if name in trained) / sum(own.values())
+    head = any(name in trained for name in transformer.head_names(config))
+    one = forward(config, tokens).scaled(tokens, tokens, tokens)
+    useful = one.scaled(1 + share, 2, 1 + head)
+    forth, back = attention_overhead(config, tokens, form)
+    trunk, attended = computed_again(config, form)
+    return useful, useful.scaled(1, back, 1) + one.scaled(trunk, attended * forth, 0)
