@@ -27,9 +27,9 @@ from jaxrl.mesh import MeshAxes, Rules, per_device, require_divisible
 
 MATMULS = ("auto", "padded", "ragged")
 EXCHANGES = ("auto", "dense", "ragged")
-# Sizes of padded runs, in mean runs: dense where an even load lies, as each is compiled apart.
-SIZES = (0.25, 0.625, 1, 1.125, 1.5, 2.5)
-GROWTH = 3.0  # from the last of them to the longest run there can be
+# Sizes of padded runs, in mean runs: dense where an even load lies, few as each is compiled apart.
+SIZES = (0.25, 0.625, 1, 1.125, 1.5)
+GROWTH = 1.5  # from the last of them to the longest run that there is
 QUANTUM = 16  # sizes are multiples of so many rows
 
 Activation = Callable[[Array], Array]
@@ -78,7 +78,7 @@ def _mixture(
     experts = weights[0].shape[0]
     gates = gates.astype(jnp.float32)
     if form == "padded":
-        sizes = visit_sizes(routes.size, expected / experts)
+        sizes = visit_sizes(*routes.shape, expected / experts)
         made: Any = _padded(x, gates, weights, _visits(routes, experts, sizes), activation, sizes)
     else:
         runs = _sorted(routes, experts)
@@ -163,13 +163,16 @@ def _through(
     return _collect(_gated(rows, share, weights, activation, multiply), token, row)
 
 
-def visit_sizes(routes: int, mean: float) -> tuple[int, ...]:
-    """To how many rows a run may be padded, ascending; the last holds all ``routes``."""
-    top, sizes = 0, set[int]()
+def visit_sizes(tokens: int, choices: int, mean: float) -> tuple[int, ...]:
+    """To how many rows a run may be padded, ascending, if ``mean`` is what an even load makes.
+
+    An expert gets at most ``tokens``; the last size is for routes that name it more than once.
+    """
+    top, sizes = 0, {tokens * choices}
     steps = iter(SIZES)
-    while top < routes:
+    while top < tokens:
         rows = mean * step if (step := next(steps, None)) else top * GROWTH
-        top = min(QUANTUM * math.ceil(rows / QUANTUM), routes)
+        top = min(QUANTUM * max(math.ceil(rows / QUANTUM), 1), tokens)
         sizes.add(top)
     return tuple(sorted(sizes))
 
