@@ -25,7 +25,7 @@ BASE = "configs/router.py"
 
 def sweep() -> list[dict[str, object]]:
     """Overrides of each run."""
-    arms = [
+    arms: list[dict[str, object]] = [
         {
             "phases.grpo.optimizer.freeze": freeze,
             "phases.grpo.train.routes": routes,
@@ -34,7 +34,8 @@ def sweep() -> list[dict[str, object]]:
         for freeze in ((), ("router/",))
         for routes in ("free", "replayed")
         for rate in (3e-4, 3e-3)
-    ] + [
+    ]
+    arms += [
         {
             "phases.grpo.optimizer.rates": (("router/", 30.0),),
             "phases.grpo.train.routes": routes,

@@ -12,11 +12,11 @@ BASE = "configs/router_gvpo.py"
 
 def sweep() -> list[dict[str, object]]:
     """Overrides of each run."""
-    routers = (
+    routers: list[dict[str, object]] = [
         {"phases.gvpo.optimizer.freeze": ()},
         {"phases.gvpo.optimizer.freeze": ("router/",)},
         {"phases.gvpo.optimizer.rates": (("router/", 30.0),)},
-    )
+    ]
     return [
         router | {"phases.gvpo.train.routes": routes, "seed": seed}
         for router in routers

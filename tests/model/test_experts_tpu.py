@@ -57,7 +57,7 @@ def compiled(chips, exchange, differentiate):
     ]
     function = jax.grad(total, argnums=(1, 2, 3, 4, 5)) if differentiate else total
     with jax.set_mesh(mesh):
-        return jax.jit(function).lower(*arrays).compile().as_text()
+        return str(jax.jit(function).lower(*arrays).compile().as_text())
 
 
 @pytest.mark.parametrize(("differentiate", "exchanges"), [(False, 4), (True, 7)])
