@@ -188,6 +188,9 @@ def get_config(variant: str = "") -> ConfigDict:
     # regular expressions searched in parameter names: no gradient, no moments, no update, whatever
     # train says
     optimizer.freeze = ()
+    # pairs of a regular expression searched in parameter names and a factor of the learning rate,
+    # as in (("router/", 30.0),); the first that is found counts, and it must be found somewhere
+    optimizer.rates = ()
 
     config.train = train = ConfigDict()
     train.steps = 100

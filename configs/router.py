@@ -28,5 +28,11 @@ def get_config(variant: str = "") -> ConfigDict:
     config.task.parameters = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
     config.sampler.record_routes = True
     config.phases.sft.train.balance_weight = 0.01
-    config.phases.grpo = ConfigDict({"optimizer": {"freeze": ()}, "train": {"routes": "free"}})
+    config.phases.grpo = ConfigDict(
+        {
+            "optimizer": {"freeze": (), "rates": ()},
+            # by name, so that its weights stay on disk, for jaxrl.restore_router
+            "train": {"routes": "free", "start": "sft"},
+        }
+    )
     return config

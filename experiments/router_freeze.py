@@ -1,10 +1,21 @@
-"""Does freezing or replaying the router keep a mixture of experts balanced under reinforcement?
+r"""Does freezing or replaying the router keep a mixture of experts balanced under reinforcement?
 
 Look at: router/cv, router/cold (loads), router/drift (from the recorded routes), distance_kernel,
-router/agreement and sampler/gap_mean (sampler against trainer); held-out avg@4 at the end. To see
-whether a loss is the router's, put the start's back: `python -m jaxrl.restore_router`.
+router/agreement and sampler/gap_mean (sampler against trainer); held-out avg@4 at the end.
 Expect: a free router drifts and loses balance, the faster it learns the more; frozen, it still
 changes its mind as the states before it move; replaying narrows the gap, whoever moves.
+Arms: free and frozen routers, free and replayed routes, at two rates of the whole model; and free
+routers that alone learn 30 times faster. router_freeze_gvpo.py has them under GVPO.
+
+To see whether what a free run lost is its routers', put those of the warm start back once it ended,
+and measure (the summary's ``held_out.before``; the steps taken do not matter):
+
+    python -m jaxrl.restore_router --from RUN/phases/sft \
+        --into RUN/weights/v=1-400 --to RUN/restored
+    python -m jaxrl.launch --config configs/router.py --workdir RUN/measured --config.seed=SEED \
+        --config.phases.sft.train.steps=1 --config.train.steps=1 \
+        --config.phases.grpo.train.start=RUN/restored
+
 Result: open on sums; `claims/x08_router_load.py` and `claims/x09_frozen_routes.py` measured it on a
 problem of seconds.
 """
@@ -14,15 +25,22 @@ BASE = "configs/router.py"
 
 def sweep() -> list[dict[str, object]]:
     """Overrides of each run."""
-    return [
+    arms: list[dict[str, object]] = [
         {
             "phases.grpo.optimizer.freeze": freeze,
             "phases.grpo.train.routes": routes,
             "optimizer.learning_rate": rate,
-            "seed": seed,
         }
         for freeze in ((), ("router/",))
         for routes in ("free", "replayed")
         for rate in (3e-4, 3e-3)
-        for seed in (0, 1, 2)
     ]
+    arms += [
+        {
+            "phases.grpo.optimizer.rates": (("router/", 30.0),),
+            "phases.grpo.train.routes": routes,
+            "optimizer.learning_rate": 3e-4,
+        }
+        for routes in ("free", "replayed")
+    ]
+    return [arm | {"seed": seed} for arm in arms for seed in (0, 1, 2)]

@@ -3,15 +3,14 @@
     out = sum_j down_e(gates_j activation(gate_e(x)) * up_e(x)),  e = routes_j
 
 A route of -1 loads nobody and adds 0; an expert without tokens has gradients of exactly 0. Routes
-are sorted by expert, so that the rows of one expert are a run. Two forms, equal in what they give:
+are sorted so that the rows of one expert are a run. Two forms, equal in what they give:
 
-    padded  each run cut or padded to the same number of rows, a little above the mean, for one
-            batched matmul over all experts; what is beyond goes through a loop over blocks of one
-            expert each. On CPU, which turns ``ragged_dot`` into a dense matmul an expert.
+    padded  a loop that visits each expert with a token once, its run padded to the next of a few
+            sizes (``visit_sizes``). On CPU, which turns ``ragged_dot`` into a dense matmul an
+            expert. What an uneven load costs is the padding, not the longest run times all experts.
     ragged  ``jax.lax.ragged_dot``: on TPU, which has a grouped matmul.
 
-A gate scales the inner activations, where this is one more factor of a product. Rows are fetched in
-both directions, never scattered, but for the few of the loop.
+A gate scales the inner activations, where this is one more factor of a product.
 """
 
 import functools
@@ -28,7 +27,10 @@ from jaxrl.mesh import MeshAxes, Rules, per_device, require_divisible
 
 MATMULS = ("auto", "padded", "ragged")
 EXCHANGES = ("auto", "dense", "ragged")
-SPREAD = 1.0  # room above the mean run, in deviations of a random load; more pads, less loops
+# Sizes of padded runs, in mean runs: dense where an even load lies, few as each is compiled apart.
+SIZES = (0.25, 0.625, 1, 1.125, 1.5)
+GROWTH = 1.5  # from the last of them to the longest run that there is
+QUANTUM = 16  # sizes are multiples of so many rows
 
 Activation = Callable[[Array], Array]
 Multiply = Callable[[Array, Array], Array]  # (rows, weights of the experts) -> rows
@@ -74,14 +76,12 @@ def _mixture(
 ) -> Array:
     """``expected``: how many routes are not -1, as far as is known without looking."""
     experts = weights[0].shape[0]
-    runs = _sorted(routes, experts)
     gates = gates.astype(jnp.float32)
     if form == "padded":
-        mean = expected / experts
-        room = 8 * math.ceil((mean + SPREAD * math.sqrt(mean)) / 8)
-        block = min(max(8 * round(mean / 32), 8), 64)
-        made: Any = _padded(x, gates, weights, runs, activation, room, block)
+        sizes = visit_sizes(*routes.shape, expected / experts)
+        made: Any = _padded(x, gates, weights, _visits(routes, experts, sizes), activation, sizes)
     else:
+        runs = _sorted(routes, experts)
         slot = jnp.where(jnp.arange(routes.size) < runs.start[-1], runs.slot, -1)
         row = jnp.where(routes < 0, -1, runs.row)
         multiply = functools.partial(jax.lax.ragged_dot, group_sizes=runs.sizes)
@@ -163,36 +163,69 @@ def _through(
     return _collect(_gated(rows, share, weights, activation, multiply), token, row)
 
 
-def _batched(
-    x: Array, gates: Array, weights: Weights, runs: _Runs, activation: Activation, room: int
-) -> Array:
-    """The first ``room`` rows of each run, as one batch of equal matrices."""
-    experts, place = weights[0].shape[0], jnp.arange(room)
-    source = jnp.minimum(runs.start[:-1, None] + place, runs.slot.size - 1)
-    slot = jnp.where(place < runs.sizes[:, None], runs.slot[source], -1).reshape(-1)
-    first, end = runs.start[:-1, None, None], runs.start[1:, None, None]
-    inside = (runs.row >= first) & (runs.row < jnp.minimum(first + room, end))
-    moved = runs.row + room * jnp.arange(experts)[:, None, None] - first
-    row = jnp.where(inside.any(0), jnp.where(inside, moved, 0).sum(0), -1)
+def visit_sizes(tokens: int, choices: int, mean: float) -> tuple[int, ...]:
+    """To how many rows a run may be padded, ascending, if ``mean`` is what an even load makes.
 
-    def multiply(rows: Array, weight: Array) -> Array:
-        return (rows.reshape(experts, room, -1) @ weight).reshape(experts * room, -1)
-
-    return _through(x, gates, weights, slot, row, activation, multiply)
+    An expert gets at most ``tokens``; the last size is for routes that name it more than once.
+    """
+    top, sizes = 0, {tokens * choices}
+    steps = iter(SIZES)
+    while top < tokens:
+        rows = mean * step if (step := next(steps, None)) else top * GROWTH
+        top = min(QUANTUM * max(math.ceil(rows / QUANTUM), 1), tokens)
+        sizes.add(top)
+    return tuple(sorted(sizes))
 
 
-def _rest(runs: _Runs, room: int, block: int) -> tuple[Array, Callable[[Array], Any]]:
-    """How many blocks hold the rows beyond ``room``, and of each its expert and its slots."""
-    blocks = (jnp.maximum(runs.sizes - room, 0) + block - 1) // block
-    last = jnp.cumsum(blocks)
+class _Visits(NamedTuple):
+    """Experts ordered by the size that their runs are padded to, those without a token first. Runs
+    lie in this order, so that what the padding of one writes over is written by a later one."""
 
-    def of(i: Array) -> tuple[Array, Array]:
-        e = (last <= i).sum()
-        row = runs.start[e] + room + (i - last[e] + blocks[e]) * block + jnp.arange(block)
-        slot = runs.slot[jnp.minimum(row, runs.slot.size - 1)]
-        return e, jnp.where(row < runs.start[e + 1], slot, -1)
+    slot: Array  # of each sorted row, and behind them what the padding of the last run reaches
+    expert: Array  # of each visit [expert]
+    start: Array  # of its run [expert]
+    end: Array  # [expert]
+    first: Array  # visit of each size, then the number of visits [size + 1]
 
-    return last[-1], of
+    def rows(self, i: Array, size: int, choices: int) -> tuple[Array, Array, Array]:
+        """Expert, slots and tokens of visit i; slots and tokens of -1 are padding."""
+        slot = jax.lax.dynamic_slice_in_dim(self.slot, self.start[i], size)
+        slot = jnp.where(self.start[i] + jnp.arange(size) < self.end[i], slot, -1)
+        return self.expert[i], slot, jnp.where(slot < 0, -1, slot // choices)
+
+    def all(self, sizes: tuple[int, ...], visit: Callable[..., Any], carry: Any) -> Any:
+        """``carry = visit(i, carry, size)`` for every visit: one loop a size, as a conditional
+        within a loop would copy what it carries."""
+        for k, size in enumerate(sizes):
+            sized = functools.partial(visit, size=size)
+            carry = jax.lax.fori_loop(self.first[k], self.first[k + 1], sized, carry)
+        return carry
+
+    def blank(self, shape: tuple[int, ...], dtype: Any, number: int) -> Array:
+        """Zeros, each ``number`` with its own expression: equal constants would be one buffer, and
+        a copy of it for each loop that writes."""
+        none = jnp.minimum(self.first[0], 0) * number
+        return jnp.broadcast_to(none.astype(dtype), shape)
+
+
+def _visits(routes: Array, experts: int, sizes: tuple[int, ...]) -> _Visits:
+    expert = jnp.where(routes < 0, experts, routes).reshape(-1)
+    counts = (expert[:, None] == jnp.arange(experts)).sum(0).astype(jnp.int32)
+    smaller = jnp.asarray((0, *sizes[:-1]), jnp.int32)
+    size = (counts[:, None] > smaller).sum(1)  # 0: no token
+    order = jnp.argsort(size).astype(jnp.int32)
+    place = jnp.argsort(order).astype(jnp.int32)
+    last = jnp.full_like(place[:1], experts)
+    slot = jnp.argsort(jnp.concatenate([place, last])[expert]).astype(jnp.int32)
+    beyond = max(b - a for a, b in zip((0, *sizes), sizes, strict=False))
+    first = (size[:, None] <= jnp.arange(len(sizes) + 1)).sum(0).astype(jnp.int32)
+    end = jnp.cumsum(counts[order]).astype(jnp.int32)
+    slot = jnp.concatenate([slot, jnp.zeros_like(slot, shape=(beyond,))])
+    return _Visits(slot, order, end - counts[order], end, first)
+
+
+def _scaled(gate: Array, up: Array, share: Array, activation: Activation) -> Array:
+    return ((activation(gate) * up).astype(jnp.float32) * share).astype(gate.dtype)
 
 
 def _add(x: Array, index: Array, rows: Array) -> Array:
@@ -201,64 +234,72 @@ def _add(x: Array, index: Array, rows: Array) -> Array:
     return x.at[index].add(rows.astype(x.dtype), mode="drop")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _padded(
     x: Array,
     gates: Array,
     weights: Weights,
-    runs: _Runs,
+    visits: _Visits,
     activation: Activation,
-    room: int,
-    block: int,
+    sizes: tuple[int, ...],
 ) -> Array:
-    """``_batched``, and a loop over what it left; float32."""
-    return _padded_forward(x, gates, weights, runs, activation, room, block)[0]
+    """The mixture by visits; float32."""
+    return _padded_forward(x, gates, weights, visits, activation, sizes, keep=False)[0]
 
 
 def _padded_forward(
     x: Array,
     gates: Array,
     weights: Weights,
-    runs: _Runs,
+    visits: _Visits,
     activation: Activation,
-    room: int,
-    block: int,
+    sizes: tuple[int, ...],
+    keep: bool = True,
 ) -> tuple[Array, Any]:
-    batched = functools.partial(_batched, runs=runs, activation=activation, room=room)
-    made, pull = jax.vjp(batched, x, gates, weights)
-    blocks, of = _rest(runs, room, block)
+    """Keeps what the gate and up matmuls of each sorted row gave."""
+    inner = (visits.slot.size, weights[0].shape[2])
+    kept = tuple(visits.blank(inner, x.dtype, n) for n in (1, 2) if keep)
 
-    def one(i: Array, made: Array) -> Array:
-        e, slot = of(i)
-        token, own = slot // gates.shape[1], tuple(weight[e] for weight in weights)
-        share = _fetch(gates.reshape(-1, 1), slot)
-        return _add(made, token, _gated(_fetch(x, token), share, own, activation, jnp.matmul))
+    def visit(i: Array, carry: Any, size: int) -> Any:
+        made, kept = carry
+        e, slot, token = visits.rows(i, size, gates.shape[1])
+        rows, share = _fetch(x, token), _fetch(gates.reshape(-1, 1), slot)
+        gate, up = rows @ weights[0][e], rows @ weights[1][e]
+        out = _scaled(gate, up, share, activation) @ weights[2][e]
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+        kept = tuple(put(a, b, visits.start[i]) for a, b in zip(kept, (gate, up), strict=keep))
+        return _add(made, token, out), kept
 
-    return jax.lax.fori_loop(0, blocks, one, made), (pull, x, gates, weights, runs)
+    made, kept = visits.all(sizes, visit, (visits.blank(x.shape, jnp.float32, 3), kept))
+    return made, (x, gates, weights, visits, kept)
 
 
-def _padded_backward(activation: Activation, room: int, block: int, kept: Any, g: Array) -> Any:
-    pull, x, gates, weights, runs = kept
-    wide = jax.tree.map(lambda grad: grad.astype(jnp.float32), pull(g))
-    blocks, of = _rest(runs, room, block)
-    part = functools.partial(_gated, activation=activation, multiply=jnp.matmul)
+def _padded_backward(
+    activation: Activation, sizes: tuple[int, ...], saved: Any, g: Array
+) -> tuple[Any, ...]:
+    x, gates, weights, visits, kept = saved
+    g = g.astype(x.dtype)
+    scaled = functools.partial(_scaled, activation=activation)
 
-    def one(i: Array, grads: Any) -> Any:
+    def visit(i: Array, grads: Any, size: int) -> Any:
         d_x, d_gates, d_weights = grads
-        e, slot = of(i)
-        token, own = slot // gates.shape[1], tuple(weight[e] for weight in weights)
-        made, pull = jax.vjp(part, _fetch(x, token), _fetch(gates.reshape(-1, 1), slot), own)
-        d_rows, d_share, d_own = pull(_fetch(g, token).astype(made.dtype))
-        d_weights = tuple(
-            jax.lax.dynamic_update_index_in_dim(whole, whole[e] + more, e, 0)
-            for whole, more in zip(d_weights, d_own, strict=True)
-        )
-        d_gates = _add(d_gates.reshape(-1, 1), slot, d_share).reshape(gates.shape)
-        return _add(d_x, token, d_rows), d_gates, d_weights
+        e, slot, token = visits.rows(i, size, gates.shape[1])
+        rows, share = _fetch(x, token), _fetch(gates.reshape(-1, 1), slot)
+        gate, up = (jax.lax.dynamic_slice_in_dim(a, visits.start[i], size) for a in kept)
+        d_out = _fetch(g, token)  # 0 in padding, and so are all gradients by its rows
+        inner, pull = jax.vjp(scaled, gate, up, share)
+        d_gate, d_up, d_share = pull(d_out @ weights[2][e].T)
+        d_rows = d_gate @ weights[0][e].T + d_up @ weights[1][e].T
+        own = (rows.T @ d_gate, rows.T @ d_up, inner.T @ d_out)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=e, axis=0)
+        d_weights = tuple(put(a, b) for a, b in zip(d_weights, own, strict=True))
+        return _add(d_x, token, d_rows), _add(d_gates, slot, d_share), d_weights
 
-    grads = jax.lax.fori_loop(0, blocks, one, wide)
-    narrow = jax.tree.map(lambda grad, of: grad.astype(of.dtype), grads, (x, gates, weights))
-    return *narrow, None
+    blank = visits.blank
+    none = tuple(blank(weight.shape, weight.dtype, n) for n, weight in enumerate(weights, 1))
+    begin = (blank(x.shape, jnp.float32, 4), blank((gates.size, 1), jnp.float32, 5), none)
+    d_x, d_gates, d_weights = visits.all(sizes, visit, begin)
+    return d_x.astype(x.dtype), d_gates.reshape(gates.shape), d_weights, None
 
 
 _padded.defvjp(_padded_forward, _padded_backward)

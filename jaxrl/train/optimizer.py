@@ -1,6 +1,7 @@
 """The optimizer section -> an optax chain; which parameters it never sees."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class OptimizerConfig:
     clip_norm: float
     train: str
     freeze: tuple[str, ...]
+    rates: tuple[tuple[str, float], ...]
 
     def __post_init__(self) -> None:
         for field, allowed, right in (
@@ -48,9 +50,33 @@ class OptimizerConfig:
             ("clip_norm", "> 0", self.clip_norm > 0),
             ("train", f"one of {', '.join(TRAINED)}", self.train in TRAINED),
             ("freeze", "a sequence of regular expressions", not isinstance(self.freeze, str)),
+            (
+                "rates",
+                "a sequence of pairs of a regular expression and a factor > 0",
+                _are_rates(self.rates),
+            ),
         ):
             if not right:
                 raise ValueError(f"optimizer.{field}={self.__dict__[field]!r}; allowed: {allowed}")
+
+
+def _are_rates(rates: Any) -> bool:
+    def is_factor(number: Any) -> bool:
+        return isinstance(number, int | float) and 0 < number < math.inf
+
+    def is_pattern(pattern: Any) -> bool:
+        try:
+            return isinstance(pattern, str) and bool(re.compile(pattern))
+        except re.error:
+            return False
+
+    return isinstance(rates, tuple | list) and all(
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and is_pattern(pair[0])
+        and is_factor(pair[1])
+        for pair in rates
+    )
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -106,12 +132,28 @@ def _decayed(params: optax.Params) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def _first(rates: Sequence[tuple[str, float]], name: str) -> int | None:
+    """Which of ``rates`` is the first that is found in the name."""
+    return next((i for i, (pattern, _) in enumerate(rates) if re.search(pattern, name)), None)
+
+
+def scale_by_name(rates: Sequence[tuple[str, float]]) -> optax.GradientTransformation:
+    """Multiply the update of a parameter by the factor of the first pattern that is found in its
+    name; 1 if none is."""
+
+    def one(path: tuple[Any, ...], change: Any) -> Any:
+        i = _first(rates, jax.tree_util.keystr(path, simple=True))
+        return change if i is None else change * rates[i][1]
+
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(one, updates))
+
+
 def build(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW or plain SGD, then the schedule.
+    """Clip by global norm, then AdamW or plain SGD, then the schedule, then ``rates``.
 
     ``weight_decay`` is decoupled: it is added after the moments and scaled by the learning rate,
-    for both. A sigmoid router's bias is not decayed: its gradient is 0, and the published value is
-    the balance of the experts' loads.
+    for both; so a factor of ``rates`` scales it too. A sigmoid router's bias is not decayed: its
+    gradient is 0, and the published value is the balance of the experts' loads.
     """
     moments = (
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
@@ -123,6 +165,7 @@ def build(config: OptimizerConfig) -> optax.GradientTransformation:
         moments,
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         scale_by_rate(schedule(config)),
+        *([scale_by_name(config.rates)] if config.rates else []),
     )
 
 
@@ -132,7 +175,8 @@ def freezing(config: OptimizerConfig, names: Iterable[str]) -> tuple[str, ...]:
 
     "adapters" are the low-rank factors and the output of a value, "base" is all but the factors;
     "auto" is "adapters" where there are any, else "all". Raises ValueError if there are no adapters
-    to train, or ``freeze`` leaves none of what ``train`` says.
+    to train, ``freeze`` leaves none of what ``train`` says, or one of ``rates`` changes nothing of
+    what is left.
     """
     names = sorted(names)
     factors = [name for name in names if is_adapter(name)]
@@ -147,12 +191,20 @@ def freezing(config: OptimizerConfig, names: Iterable[str]) -> tuple[str, ...]:
         "base": [name for name in names if not is_adapter(name)],
         "all": names,
     }[train]
-    if all(any(re.search(pattern, name) for pattern in config.freeze) for name in left):
+    moved = [name for name in left if not any(re.search(p, name) for p in config.freeze)]
+    if not moved:
         raise ValueError(
             f"optimizer.freeze={tuple(config.freeze)!r} freezes every parameter that "
             f"optimizer.train={config.train!r} trains ({', '.join(left[:4])}, ...); allowed: some "
             "are left to train"
         )
+    used = {_first(config.rates, name) for name in moved}
+    for i, (pattern, _) in enumerate(config.rates):
+        if i not in used:
+            raise ValueError(
+                f"optimizer.rates: {pattern!r} is the first to match no parameter that is trained; "
+                f"there are, among others: {', '.join(moved[:8])}"
+            )
     still = sorted(set(names) - set(left))
     return (*(f"^{re.escape(name)}$" for name in still), *config.freeze)
 

@@ -365,7 +365,7 @@ def _scorers(sections: Mapping[str, Any]) -> ScorersConfig:
         raise TypeError(f"scorers has {sorted(fields)}; allowed: exactly {sorted(known)}")
 
     def optimizer(who: str) -> OptimizerConfig:
-        own = {"freeze": (), "train": "auto", **fields[who]["optimizer"]}
+        own = {"freeze": (), "rates": (), "train": "auto", **fields[who]["optimizer"]}
         return _differing(f"scorers.{who}", _optimizer, sections["optimizer"], own)
 
     teacher = fields["teacher"]

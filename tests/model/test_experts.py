@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxrl.mesh import Rules, make_mesh, spec
-from jaxrl.model.experts import matmul_for, mixture, sharded_mixture
+from jaxrl.model.experts import matmul_for, mixture, sharded_mixture, visit_sizes
 
 TOKENS, CHOICES, EXPERTS, WIDTH, HIDDEN = 64, 2, 8, 12, 6
 UNUSED = 5  # no token goes to this expert
@@ -133,6 +133,25 @@ def test_few_tokens(tokens):
     mix = jax.jit(functools.partial(mixture, activation=jax.nn.silu, matmul="padded"))
     found = mix(x[:tokens], routes, gates[:tokens], *weights)
     np.testing.assert_allclose(found, expected("uneven")[0][:tokens], rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_may_name_an_expert_twice():
+    x, gates, *weights = arrays()
+    routes = np.full((TOKENS, CHOICES), 3)  # a run of all routes, longer than there are tokens
+    found = compiled("padded", jax.nn.silu)(routes, x, gates, *weights)
+    total = gates.sum(1, keepdims=True) * np.array([1, 0], np.float32)
+    wanted = compiled("loop", jax.nn.silu)(ROUTINGS["one"], x, total, *weights)
+    same([*found[:2], found[2][:, :1], *found[3:]], [*wanted[:2], wanted[2][:, :1], *wanted[3:]])
+
+
+def test_sizes_of_runs():
+    """From a quarter of a mean run of 128 to all 512 tokens, and to all routes; a few tokens."""
+    assert visit_sizes(512, 4, 128) == (32, 80, 128, 144, 192, 288, 432, 512, 2048)
+    assert visit_sizes(64, 2, 16) == (16, 32, 48, 64, 128)
+    assert visit_sizes(1, 2, 0.25) == (1, 2)
+    for tokens, choices, mean in ((7, 3, 0.1), (1000, 1, 31.25), (64, 2, 0.0)):
+        sizes = visit_sizes(tokens, choices, mean)
+        assert sizes == tuple(sorted(set(sizes))) and {tokens, tokens * choices} <= set(sizes)
 
 
 def test_no_form_is_taken_for_another():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 from configs.base import get_config
-from jaxrl.train.optimizer import OptimizerConfig, build, schedule, split
+from jaxrl.train.optimizer import OptimizerConfig, build, freezing, schedule, split
 
 PLAIN = OptimizerConfig(
     name="sgd",
@@ -26,6 +27,7 @@ PLAIN = OptimizerConfig(
     clip_norm=1e9,
     train="auto",
     freeze=(),
+    rates=(),
 )
 
 
@@ -63,10 +65,18 @@ def test_the_section_of_the_base_config_fits_field_by_field():
         ("weight_decay", -1.0, ">= 0"),
         ("clip_norm", 0.0, "> 0"),
         ("freeze", "router", "a sequence"),
+        ("rates", "router", "pairs"),
+        ("rates", ("router", 30.0), "pairs"),
+        ("rates", (("router",),), "pairs"),
+        ("rates", (("router(", 30.0),), "a regular expression"),
+        ("rates", (("router", 0.0),), "a factor > 0"),
+        ("rates", (("router", math.nan),), "a factor > 0"),
+        ("rates", (("router", "30"),), "a factor > 0"),
     ],
 )
 def test_a_bad_value_is_named(field, value, allowed):
-    with pytest.raises(ValueError, match=f"optimizer.{field}={value!r}; allowed: .*{allowed}"):
+    said = re.escape(f"optimizer.{field}={value!r}; allowed: ")
+    with pytest.raises(ValueError, match=f"{said}.*{allowed}"):
         but(**{field: value})
 
 
@@ -95,6 +105,38 @@ def test_the_bias_that_balances_a_router_is_not_decayed():
     params = {name: jnp.array([2.0]) for name in names}
     moved, _ = after(but(weight_decay=0.5), params, {name: jnp.zeros(1) for name in names})
     assert moved[names[0]] == 2 and moved[names[1]] == pytest.approx(2 - 0.1 * 0.5 * 2)
+
+
+def test_a_rate_of_its_own():
+    """w -= factor * lr * (g + decay w), by the first pattern that is found; moments are as ever."""
+    names = ("a/router/kernel", "a/router/bias", "head")
+    rates = (("router/kernel$", 30.0), ("router/", 0.5))
+    config = but(weight_decay=0.5, rates=rates)
+    params = {name: jnp.array([2.0]) for name in names}
+    moved, _ = after(config, params, {name: jnp.array([3.0]) for name in names})
+    found = [float(moved[name][0]) for name in names]
+    wanted = [2 - 30 * 0.1 * (3 + 0.5 * 2), 2 - 0.5 * 0.1 * 3, 2 - 0.1 * (3 + 0.5 * 2)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    adam = dict(name="adamw", clip_norm=1.0)
+    states = [after(but(**adam, rates=r), params, params)[1] for r in ((), rates)]
+    same = [optax.tree.get(state, "nu") for state in states]
+    assert all(same[0][name] == same[1][name] for name in names)
+    assert optax.tree.get(states[1], "learning_rate") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "freeze", "named"),
+    [
+        ((("routr/", 30.0),), (), "'routr/'"),
+        ((("router/", 30.0),), ("router/",), "'router/'"),  # it is frozen
+        ((("kernel", 2.0), ("router/", 30.0)), (), "'router/'"),  # an earlier one takes it
+    ],
+)
+def test_a_rate_that_changes_nothing_is_named(rates, freeze, named):
+    said = f"optimizer.rates: {named} is the first to match no parameter that is trained.*query"
+    with pytest.raises(ValueError, match=said):
+        freezing(but(rates=rates, freeze=freeze), PARAMS)
+    freezing(but(rates=(("router/", 30.0), ("kernel", 2.0))), PARAMS)
 
 
 def rate(config, update) -> float:

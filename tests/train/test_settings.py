@@ -27,13 +27,15 @@ def test_what_differs_lies_over_the_students_sections():
     made.scorers.teacher.model = ConfigDict({"width": 16, "heads": 1})
     made.scorers.value.optimizer = ConfigDict({"learning_rate": 0.5, "freeze": ("^embedding$",)})
     made.optimizer.freeze = ("head",)
+    made.optimizer.rates = (("head", 2.0),)
     phase = last(made)
     teacher, value = phase.scorers.teacher, phase.scorers.value
     assert (teacher.model.width, teacher.model.heads) == (16, 1)
     assert teacher.model.layers == phase.model.layers and phase.model.width == 32
     assert value.optimizer.learning_rate == 0.5 and value.optimizer.b2 == phase.optimizer.b2
     assert value.optimizer.freeze == ("^embedding$",)
-    assert phase.scorers.novelty.optimizer.freeze == ()  # the student's are of its own names
+    novelty = phase.scorers.novelty.optimizer
+    assert novelty.freeze == novelty.rates == ()  # the student's are of its own names
     assert phase.scorers.optimizer("value") is value.optimizer
 
 

@@ -256,6 +256,7 @@ ADAM = optimizer.build(
         clip_norm=1.0,
         train="auto",
         freeze=(),
+        rates=(),
     )
 )
 

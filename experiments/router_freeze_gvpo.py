@@ -1,0 +1,25 @@
+"""Does a router keep its balance better under GVPO than under GRPO (router_freeze.py)?
+
+Look at: router/cv, router/cold (loads), router/drift, distance_kernel, sampler/gap_mean; held-out
+avg@4 at the end.
+Expect: less drift than under GRPO at the same rate, as GVPO is held by its anchor; the rest alike:
+frozen routers keep their loads, 30 times faster ones lose them.
+Result: open.
+"""
+
+BASE = "configs/router_gvpo.py"
+
+
+def sweep() -> list[dict[str, object]]:
+    """Overrides of each run."""
+    routers: list[dict[str, object]] = [
+        {"phases.gvpo.optimizer.freeze": ()},
+        {"phases.gvpo.optimizer.freeze": ("router/",)},
+        {"phases.gvpo.optimizer.rates": (("router/", 30.0),)},
+    ]
+    return [
+        router | {"phases.gvpo.train.routes": routes, "seed": seed}
+        for router in routers
+        for routes in ("free", "replayed")
+        for seed in (0, 1, 2)
+    ]
