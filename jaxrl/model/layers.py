@@ -37,9 +37,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What the queries of a layer may look at, and by which angles heads are turned."""
+    """What the queries of a layer may look at, and by which angles heads are turned.
 
-    mask: Bool[Array, "row token source"]
+    ``mask`` is [row token source], or an object that attends by itself (``sharing.SharedMask``).
+    """
+
+    mask: Any
     cos: Float[Array, "row token half"]
     sin: Float[Array, "row token half"]
 
@@ -166,7 +169,7 @@ def frequencies(config: ModelConfig, *, local: bool) -> np.ndarray:
 
 def sight(
     config: ModelConfig,
-    mask: Bool[Array, "row token source"],
+    mask: Any,
     position: Int[Array, "row token"],
     *,
     local: bool,
@@ -259,14 +262,12 @@ class Attention(nnx.Module):
         if self.value_scale != 1:
             value = value * self.value_scale
         keys, values = remember(rotate(key, sight), value)
-        found = attend(
-            rotate(query, sight),
-            keys,
-            values,
-            sight.mask,
-            scale=self.scale,
-            sink=None if self.sink is None else self.sink[...],
-        )
+        sink = None if self.sink is None else self.sink[...]
+        query, mask = rotate(query, sight), sight.mask
+        if isinstance(mask, jax.Array):
+            found = attend(query, keys, values, mask, scale=self.scale, sink=sink)
+        else:
+            found = mask.attend(query, keys, values, scale=self.scale, sink=sink)
         return self.output(found.swapaxes(1, 2)), keys, values
 
 
