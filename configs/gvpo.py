@@ -25,6 +25,8 @@ def get_config(variant: str = "") -> ConfigDict:
             "strata": False,  # groups hold fixed numbers of rollouts of several policies
         }
     )
+    if variant != "tiny":  # whose few groups do not divide over many devices
+        config.train.packing.rows = "packed"
     config.train.minibatches = 2  # with one, and the anchor at the take's start, beta does nothing
     config.phases = ConfigDict(
         {"order": ("sft", "gvpo"), "sft": sft.warm_start(variant), "gvpo": ConfigDict()}

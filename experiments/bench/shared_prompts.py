@@ -1,14 +1,15 @@
 """Seconds of a train step on plain and on packed rows, and what the formula says of both.
 
-    PYTHON -m experiments.bench.shared_prompts [--case even_512 even_32000 ragged_512]
+    PYTHON -m experiments.bench.shared_prompts [--case even_512 ragged_512]
 
 The model has 4 layers of width 256, 8 heads of 32 over 4 of keys, an inner width of 768, and a tied
-head of 512 or of 32000 ids (11.3 million parameters). A take is groups of 8 rollouts behind a
-prompt of 512 tokens; ``even``: answers of 128 tokens, ``ragged``: of 8 to 128. One take is one
-update of GRPO with AdamW: what is timed is the jitted step, batch on the device, forward, backward
-and update. Both layouts take turns in one process and of each the median counts; the first turn,
-which compiles, does not. CPU seconds of all threads stand beside the seconds that passed: on a
-machine with other work they say more.
+head of 512 or of 32000 ids (11.3 million parameters). A take is one group of 8 rollouts behind a
+prompt of 512 tokens; ``even``: answers of 128 tokens, ``ragged``: of 8 to 128. ``quickstart``: a
+micro-batch of that config, 48 groups with prompts of 12 and answers of 2 to 5 tokens, and its
+model (4 layers of width 128, 64 ids). One take is one update of GRPO with AdamW: what is timed is
+the jitted step, batch on the device, forward, backward and update. Both layouts take turns in one
+process and of each the median counts; the first turn, which compiles, does not. CPU seconds of all
+threads stand beside the seconds that passed: on a machine with other work they say more.
 
 Formula, multiplications and additions of a step, the backward pass as two forward passes:
 
@@ -48,12 +49,55 @@ from jaxrl.train.collate import collate
 from jaxrl.train.packing import Packing, Shapes
 from jaxrl.train.step import make_step
 
-PROMPT_TOKENS, ANSWER_TOKENS, GROUP = 512, 128, 8
-SHAPES = Shapes(prefix_buckets=(PROMPT_TOKENS,), bin_buckets=(ANSWER_TOKENS,), bins=(2, 3, 4, 5, 6))
+GROUP = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A take: tokens of prompts, and of the shortest and the longest answer; and the model."""
+
+    vocab: int
+    groups: int
+    prompt: int
+    shortest: int
+    longest: int
+    width: int
+    heads: int
+    hidden: int
+
+    @property
+    def model(self) -> ModelConfig:
+        """Layers and the size of heads are the same in all cases."""
+        return qwen3(
+            vocab_size=self.vocab,
+            layers=4,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.heads // 2,
+            head_size=32,
+            hidden=self.hidden,
+            rope_theta=10_000.0,
+            norm_epsilon=1e-6,
+            tied_head=True,
+            dtype="float32",
+            param_dtype="float32",
+            remat="none",
+            score_chunk_positions=512 if self.vocab > 4096 else 2048,
+        )
+
+    @property
+    def shapes(self) -> Shapes:
+        """What is compiled for it."""
+        bins = () if self.shortest == self.longest else (2, 3, 4, 5, 6)
+        return Shapes(prefix_buckets=(self.prompt,), bin_buckets=(self.longest,), bins=bins)
+
+
+EVEN = Case(512, 1, 512, 128, 128, width=256, heads=8, hidden=768)
 CASES = {
-    "even_512": (512, ANSWER_TOKENS),
-    "even_32000": (32_000, ANSWER_TOKENS),
-    "ragged_512": (512, 8),
+    "even_512": EVEN,
+    "even_32000": dataclasses.replace(EVEN, vocab=32_000),
+    "ragged_512": dataclasses.replace(EVEN, shortest=8),
+    "quickstart": Case(64, 48, 12, 2, 5, width=128, heads=4, hidden=384),
 }
 TRUST = {
     "clip_low": 0.2,
@@ -66,33 +110,13 @@ TRUST = {
 Flops = Mapping[str, float]
 
 
-def model(vocab: int) -> ModelConfig:
-    """perf.md's."""
-    return qwen3(
-        vocab_size=vocab,
-        layers=4,
-        width=256,
-        heads=8,
-        kv_heads=4,
-        head_size=32,
-        hidden=768,
-        rope_theta=10_000.0,
-        norm_epsilon=1e-6,
-        tied_head=True,
-        dtype="float32",
-        param_dtype="float32",
-        remat="none",
-        score_chunk_positions=512 if vocab > 4096 else 2048,
-    )
-
-
-def take(groups: int, vocab: int, shortest: int, seed: int) -> list[Group]:
-    """Groups with a common prompt each, answers of ``shortest`` to ANSWER_TOKENS tokens."""
+def take(case: Case, seed: int) -> list[Group]:
+    """Groups with a common prompt each."""
     draw = np.random.default_rng(seed)
 
     def one(group: int, sample: int, prompt: np.ndarray) -> Rollout:
-        answer = int(draw.integers(shortest, ANSWER_TOKENS + 1))
-        kinds = np.repeat([PROMPT, ACTION], [PROMPT_TOKENS, answer])
+        answer = int(draw.integers(case.shortest, case.longest + 1))
+        kinds = np.repeat([PROMPT, ACTION], [case.prompt, answer])
         acted = kinds == ACTION
         return Rollout(
             run_id="bench",
@@ -103,10 +127,10 @@ def take(groups: int, vocab: int, shortest: int, seed: int) -> list[Group]:
             content_hash=str(group),
             split="train",
             source="bench",
-            tokens=np.concatenate([prompt, draw.integers(1, vocab, answer)]).astype(np.uint32),
+            tokens=np.concatenate([prompt, draw.integers(1, case.vocab, answer)]).astype(np.uint32),
             kind=kinds.astype(np.uint8),
             step=np.where(acted, 0, -1).astype(np.int32),
-            logp=np.where(acted, -np.log(vocab), 0).astype(np.float32),
+            logp=np.where(acted, -np.log(case.vocab), 0).astype(np.float32),
             version_index=np.where(acted, 0, 65535).astype(np.uint16),
             temperature=np.ones(len(kinds), np.float32),
             versions=(Version(0, 0, "bench"),),
@@ -121,8 +145,8 @@ def take(groups: int, vocab: int, shortest: int, seed: int) -> list[Group]:
         )
 
     taken = []
-    for group in range(groups):
-        prompt = draw.integers(1, vocab, PROMPT_TOKENS)
+    for group in range(case.groups):
+        prompt = draw.integers(1, case.vocab, case.prompt)
         taken.append(Group(group, str(group), tuple(one(group, i, prompt) for i in range(GROUP))))
     return taken
 
@@ -136,13 +160,13 @@ def flops(config: ModelConfig, places: float, pairs: float, scored: float) -> fl
     return trunk + attention + 6 * width * config.vocab_size * scored
 
 
-def formula(config: ModelConfig, batch: Batch) -> dict[str, Flops]:
+def formula(case: Case, batch: Batch) -> dict[str, Flops]:
     """FLOPs of {useful, computed} of {plain, packed}."""
     packed, acted = batch.packed, np.asarray(batch.kind) == ACTION
     assert packed is not None
     answers = acted.sum(-1).astype(float)
     (rows, tokens), groups = batch.tokens.shape, len(packed.tokens)
-    lengths, shared = answers + PROMPT_TOKENS, float(PROMPT_TOKENS)
+    lengths, shared, config = answers + case.prompt, float(case.prompt), case.model
     bins = packed.tokens.shape[1] - packed.prefix
     size = bins // packed.bins
     useful = {
@@ -229,23 +253,23 @@ class Side:
             self.told = {name: float(x) for name, x in jax.device_get(metrics).items()}
 
 
-def measured(case: str, groups: int, turns: int, seed: int) -> list[dict]:
+def measured(name: str, turns: int, seed: int) -> list[dict]:
     """Rows of one case."""
-    vocab, shortest = CASES[case]
-    config = model(vocab)
+    case = CASES[name]
+    width = case.prompt + case.longest
     batch, counts = collate(
-        take(groups, vocab, shortest, seed),
-        token_buckets=(PROMPT_TOKENS + ANSWER_TOKENS,),
-        groups_per_step=groups,
+        take(case, seed),
+        token_buckets=(width,),
+        groups_per_step=case.groups,
         rollouts_per_group=GROUP,
         minibatches=1,
         needs=(),
         algorithm="grpo",
-        packing=Packing(SHAPES, ()),
+        packing=Packing(case.shapes, ()),
     )
     sides = {
-        "plain": Side(config, dataclasses.replace(batch, packed=None)),
-        "packed": Side(config, batch),
+        "plain": Side(case.model, dataclasses.replace(batch, packed=None)),
+        "packed": Side(case.model, batch),
     }
     for _ in range(turns + 1):
         for side in sides.values():
@@ -258,15 +282,15 @@ def measured(case: str, groups: int, turns: int, seed: int) -> list[dict]:
     rollouts = batch.valid.shape[0]
 
     def row(who: str, value: float, unit: str, ratio_to: str = "") -> dict:
-        named = {"bench": "shared_prompts", "case": case, "who": who, "value": value}
+        named = {"bench": "shared_prompts", "case": name, "who": who, "value": value}
         return {**named, "unit": unit, "ratio_to": ratio_to}
 
     rows = [
         row("packed", counts["positions"] / rollouts, "places a rollout"),
-        row("plain", float(PROMPT_TOKENS + ANSWER_TOKENS), "places a rollout"),
+        row("plain", float(width), "places a rollout"),
         row("packed", counts["held_frac"], "share of places that hold a token"),
     ]
-    for kind, values in formula(config, batch).items():
+    for kind, values in formula(case, batch).items():
         rows += [row(who, value / 1e9, f"GFLOP {kind}") for who, value in values.items()]
         rows.append(row("packed", values["plain"] / values["packed"], f"x, {kind} FLOP", "plain"))
     for who, seconds in median.items():
@@ -282,13 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the cases asked for."""
     asked = argparse.ArgumentParser()
     asked.add_argument("--case", nargs="+", choices=tuple(CASES), default=list(CASES))
-    asked.add_argument("--groups", type=int, default=1)
     asked.add_argument("--turns", type=int, default=7)
     asked.add_argument("--seed", type=int, default=0)
     given = asked.parse_args(arguments)
     for case in given.case:
         began = os.getloadavg()[0]
-        for row in measured(case, given.groups, given.turns, given.seed):
+        for row in measured(case, given.turns, given.seed):
             print(json.dumps(row), flush=True)
             ratio = f" (over {row['ratio_to']})" if row["ratio_to"] else ""
             said = f"{case:<12} {row['who']:<7} {row['value']:>10.3f} {row['unit']}{ratio}"

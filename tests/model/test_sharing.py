@@ -24,7 +24,7 @@ from jaxrl.train.collate import Shown
 from jaxrl.train.packing import Shapes
 from tests.model.forms import FORMS, LOCAL, MOE
 from tests.model.test_scorers import Few
-from tests.model.tiny import CONFIG, lively, policy_on
+from tests.model.tiny import CONFIG, drawn, policy_on
 from tests.train.talks import SHAPES, laid_out, mixed, uniform
 
 ADAPTER = AdapterConfig(rank=2, alpha=4.0, pattern="attention|mlp", dtype="float32")
@@ -123,9 +123,7 @@ def read(logits, taken):
 @functools.cache
 def scored(policy, shapes, recorded, share):
     """Readings of the packed and of the plain rows, and gradients by the parameters."""
-    params = lively(policy.init(jax.random.key(1)))
-    for name in (name for name in params if name.endswith("adapter_out")):  # 0 at first
-        params[name] = jax.random.normal(jax.random.key(2), params[name].shape)
+    params = drawn(policy.shapes)
     weight = np.random.default_rng(3).normal(size=take()[0].tokens.shape).astype("f4")
 
     def loss(params, batch, guidance):
@@ -245,15 +243,11 @@ def test_all_scorers_meet_at_the_same_tokens():
     teacher = dataclasses.replace(CONFIG, layers=1, width=12, tied_head=False)
     value = dataclasses.replace(CONFIG, tied_head=False, outputs=1)
     policy = build(CONFIG, None, Rules(), {"teacher": teacher, "value": value})
-    draw = np.random.default_rng(1)
     forms = {who: policy.form_of(who).shapes for who, view in SCORERS if who != "novelty"}
     forms["novelty"] = novelty.shapes(layers=3, width=16, hidden=8)
-    models = {
-        who: {name: draw.normal(0, 0.5, form.shape).astype("f4") for name, form in shapes.items()}
-        for who, shapes in forms.items()
-    }
+    models = {who: drawn(shapes, seed) for seed, (who, shapes) in enumerate(forms.items())}
     batch, _ = laid_out(mixed(), SHAPES, shown=Shown(TEMPLATES, (40,), Few()))
-    weight = draw.normal(size=batch.tokens.shape).astype("f4")
+    weight = np.random.default_rng(1).normal(size=batch.tokens.shape).astype("f4")
 
     def loss(student, batch):
         found = policy.score({**models, "student": student}, batch, read_all, SCORERS)
@@ -278,7 +272,7 @@ def test_all_scorers_meet_at_the_same_tokens():
 def test_no_rollout_sees_another():
     """Case 30: garbage in one rollout's rest changes no log-prob of the others, bit for bit."""
     policy = policy_on(**LOCAL)
-    params = lively(policy.init(jax.random.key(1)))
+    params = drawn(policy.shapes)
     batch = jax.tree.map(jnp.asarray, take()[0])
     packed = batch.packed
     score = jax.jit(lambda b: policy.score({"student": params}, b, read, PLAIN)["logp"])
