@@ -200,6 +200,15 @@ def get_config(variant: str = "") -> ConfigDict:
     train.micro_rollouts = 512  # rollouts whose activations are alive at once
     train.token_buckets = (48,)  # row lengths that are compiled; the longest is the limit
     train.view_token_buckets = ()  # the same for rows of views
+    # plain: a row of the trunk is a rollout | packed: a group, whose common prompt is there once,
+    # before bins in which what is left of its rollouts lies side by side (micro_rollouts is then
+    # whole groups); see jaxrl/train/packing.py. A take gets the smallest compiled shape that holds
+    # it, or plain rows
+    train.packing = packing = ConfigDict({"rows": "plain"})
+    packing.prefix_buckets = ()  # tokens of the common prompt; (): sampler.prompt_buckets
+    # tokens of a bin, which holds whole rests; (): sampler.max_new_tokens + max_feedback_tokens
+    packing.bin_buckets = ()
+    packing.bins = ()  # bins of a group, besides as many as it has rollouts
     # weights to start from: "": those of the phase before (new ones, if there is none); "fresh":
     # new ones; an earlier phase: its last student; or a directory of weights
     train.start = ""

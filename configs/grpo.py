@@ -27,6 +27,8 @@ def get_config(variant: str = "") -> ConfigDict:
             "length_tokens": 0,  # of weighting="fixed_length" only: sampler.max_new_tokens
         }
     )
+    if variant != "tiny":  # whose few groups do not divide over many devices
+        config.train.packing.rows = "packed"
     config.train.minibatches = 2
     config.phases = ConfigDict(
         {"order": ("sft", "grpo"), "sft": sft.warm_start(variant), "grpo": ConfigDict()}

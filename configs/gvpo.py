@@ -25,6 +25,8 @@ def get_config(variant: str = "") -> ConfigDict:
             "strata": False,  # groups hold fixed numbers of rollouts of several policies
         }
     )
+    if not variant:  # tiny has too few groups for many devices; TPUs' kernels want plain rows
+        config.train.packing.rows = "packed"
     config.train.minibatches = (
         1 if variant in models.NAMES else 2
     )  # with one, and the anchor at the take's start, beta does nothing

@@ -28,6 +28,7 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant not in VARIANTS:
         raise ValueError(f"config variant {variant!r} is unknown; allowed: {VARIANTS}")
     config: Any = gvpo.get_config("tiny" if variant == "tiny" else "")
+    config.train.packing.rows = "packed"
     if variant == "tiny":
         return config
     config.task.parameters = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}

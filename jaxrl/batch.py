@@ -4,7 +4,7 @@ Axes
     row       one branch of a rollout, padded to the bucket's length
     token     position inside a row
     rollout   one attempt at a prompt; ``Batch.rollout`` maps rows to it
-    group     the rollouts of one prompt instance. A group is a label, never an axis
+    group     the rollouts of one prompt instance. A label, and an axis in ``Packed`` alone
     position  rows and tokens flattened and cut into chunks, where logits are alive
     vocab     the vocabulary
 
@@ -55,6 +55,27 @@ class View:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """The plain rows once more, as the trunk goes through them: what the valid rollouts of a group
+    begin with is there once, and what is left of them lies side by side.
+
+    A row holds ``prefix`` places for the common beginning, which ends at the last of them, then
+    ``bins`` bins of equal size. The rest of a rollout lies whole in one bin; it is a segment, which
+    sees the prefix and itself. Rows of groups are in the order of the batch's rows, of which each
+    group has the same number, so that all indices stay inside a group.
+    """
+
+    tokens: Int[Array, "group place"]
+    position: Int[Array, "group place"]  # as in the plain row: a rest goes on from the prefix
+    segment: Int[Array, "group place"]  # 0 on padding, 1 in the prefix, 2 + slot of the rollout
+    source: Int[Array, "group place"]  # in the group's plain rows: slot * tokens + token; 0 on pads
+    place: Int[Array, "row token"]  # of a plain token; -1: it has none
+    prefix: int = dataclasses.field(metadata={"static": True})
+    bins: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """Padded facts of whole groups, built and checked by ``train/collate.py``."""
 
@@ -75,6 +96,7 @@ class Batch:
     branch_weight: Float[Array, " rollout"]  # 1 / number of branches of the rollout
     facts: Mapping[str, Array]  # what the pool observed, [rollout ...] or [row token]
     views: Mapping[str, View]
+    packed: Packed | None = None  # None: the trunk goes through the plain rows
 
     @property
     def acted(self) -> Bool[Array, "row token"]:

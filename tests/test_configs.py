@@ -14,7 +14,7 @@ import pytest
 
 from configs import base, models
 from jaxrl.algorithms import contract
-from jaxrl.train import settings
+from jaxrl.train import loop, settings
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("base", "models", "meshes")  # of configs, not configs
@@ -43,6 +43,11 @@ def test_it_is_understood(name, variant):
         longest = phase.sampler.prompt_buckets[-1] + phase.sampler.max_new_tokens
         assert longest <= phase.train.token_buckets[-1], "a rollout may not fit into its bucket"
         assert phase.train.groups % phase.train.minibatches == 0
+        loop.packing_of(phase)
+        update = phase.train.groups * phase.pool.rollouts_per_group // phase.train.minibatches
+        micro = min(update, phase.train.micro_rollouts)
+        assert update % micro == 0
+        assert not phase.train.packing.on or micro % phase.pool.rollouts_per_group == 0
     if name in contract.names():
         assert phases[-1].algorithm["name"] == name
 

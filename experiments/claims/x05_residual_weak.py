@@ -7,9 +7,9 @@ of a counter-result that others report, in which GRPO came first. 200 takes of t
 
 Look at: the solve rate at the end, and its mean over the run, beside GRPO's.
 Expect: GRPO first, the residual advantage behind it, the more it counts the farther.
-Result: the opposite. 10 seeds, means with 95 % t intervals, commit 6cd1f6b, 2026-11-30. Solved: GRPO
-.359 [.135, .584], RA with lambda 1 .959 [.942, .977] (its rate is the edge of the grid) and 3 .964
-[.941, .987]. GRPO has no difference in .788 of its groups, as in X4: nothing here lets it be first.
+Result: the opposite. 10 seeds, means with 95 % t intervals, commit 6cd1f6b, 2026-11-30. Solved:
+GRPO .359 [.135, .584], RA with lambda 1 .959 [.942, .977] (its rate is the edge of the grid) and 3
+.964 [.941, .987]. GRPO has no difference in .788 of its groups: nothing here lets it be first.
 """
 
 import functools

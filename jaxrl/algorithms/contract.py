@@ -26,7 +26,8 @@ temperature: ``"student"`` for ("student", "plain"), else ``"who/view"``. Who sc
 ``teacher``, another model; ``value``, one output a position, not divided by the temperature: the
 value of the state before the token; ``novelty``, an output for each of its networks, the same at
 all tokens of a rollout. A view is a template of ``config.scorers.views``, or ``plain``: the rollout
-as it was; where ``batch.held(view)`` is false the logits are finite and mean nothing.
+as it was; where ``batch.held(view)`` is false the logits are finite and mean nothing. Of a packed
+batch a common prompt's tokens are not read: a reading is 0 there.
 
 Other roles that learn from the same take are ``lessons``: each has its own scorers, credit and
 loss, and trains after the student; what it changes is seen by nobody before the next take.

@@ -39,9 +39,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What the queries of a layer may look at, and by which angles heads are turned."""
+    """What the queries of a layer may look at, and by which angles heads are turned.
 
-    mask: Bool[Array, "row token source"]
+    ``mask`` is [row token source], or an object that attends by itself (``sharing.SharedMask``).
+    """
+
+    mask: Any
     cos: Float[Array, "row token half"]
     sin: Float[Array, "row token half"]
     # For attention without a mask; None: the mask is used.
@@ -177,7 +180,7 @@ def frequencies(config: ModelConfig, *, local: bool) -> np.ndarray:
 
 def sight(
     config: ModelConfig,
-    mask: Bool[Array, "row token source"],
+    mask: Any,
     position: Int[Array, "row token"],
     *,
     local: bool,
@@ -281,7 +284,10 @@ class Attention(nnx.Module):
             )
         else:
             sink = None if self.sink is None else self.sink[...]
-            found = attend(query, keys, values, sight.mask, scale=self.scale, sink=sink)
+            if isinstance(sight.mask, jax.Array):
+                found = attend(query, keys, values, sight.mask, scale=self.scale, sink=sink)
+            else:
+                found = sight.mask.attend(query, keys, values, scale=self.scale, sink=sink)
             found = checkpoint_name(found, KEPT_ATTENTION)
         return self.output(found.swapaxes(1, 2)), keys, values
 

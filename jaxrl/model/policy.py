@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxrl.batch import Batch, View
+from jaxrl.batch import Batch
 from jaxrl.mesh import Rules, over_rows, require_divisible, spec
 from jaxrl.model import adapters, attention, novelty, transformer
 from jaxrl.model.experts import mixture, sharded_mixture
 from jaxrl.model.form import DTYPES, ModelConfig
 from jaxrl.model.layers import Guide, Mixture, Routing
+from jaxrl.model.sharing import Bins, PackedRows, PlainRows, rows_of
 from jaxrl.model.transformer import UNGUIDED, Guidance, Params
 
 STUDENT = "student"
@@ -125,12 +126,15 @@ class Policy:
         position: Int[Array, "row token"],
         segment: Int[Array, "row token"],
         guidance: Guidance,
+        bins: Bins | None = None,
     ) -> tuple[Float[Array, "row token embed"], Routing | None]:
-        """Last hidden states, and what the routers did; None of a dense model."""
-        model = transformer.bind(self.config, params)
-        fused = attention.chosen(self.config, tokens.shape[1], self.mesh, self.rules)
-        by_rows = self._by_rows(tokens)
-        return model.hidden(tokens, position, segment, by_rows, self.mix, guidance, fused)
+        """Last hidden states, and what the routers did; None of a dense model. With ``bins`` the
+        rows are packed ones."""
+        model, where = transformer.bind(self.config, params), self._by_rows(tokens)
+        fused = None
+        if bins is None:
+            fused = attention.chosen(self.config, tokens.shape[1], self.mesh, self.rules)
+        return model.hidden(tokens, position, segment, where, self.mix, guidance, bins, fused)
 
     def _by_rows(self, tokens: Array) -> Callable[[Array], Array]:
         require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
@@ -167,8 +171,11 @@ class Policy:
         Of a student with experts, scored on the plain rows under ``guidance``, two more are told:
         ``router/chosen`` [row token layer k], the experts that the routers would choose for each
         token as an input (-1 on padding), and ``router/balance`` [row token].
+
+        Of a packed batch x is 0 in prefixes too, which nobody trains on and no head sees, and where
+        a rollout is not valid; else it is what it would be without ``batch.packed``.
         """
-        scored = begun(batch.segment)
+        rows = rows_of(batch)
         states: dict[str, Array] = {}
         heads: dict[str, Head] = {}
         whole: dict[str, Params] = {}
@@ -176,11 +183,12 @@ class Policy:
         for who, view in scorers:
             name = scorer_name(who, view)
             how = guidance if name == STUDENT else UNGUIDED
-            states[name], heads[name], routing = self._scorer(params, batch, who, view, how)
+            states[name], heads[name], routing = self._scorer(params, rows, who, view, how)
             if who != NOVELTY:
                 whole[name] = self.form_of(who)._head(params[who])
             if name == STUDENT and routing is not None:
                 told = {CHOSEN: routing.chosen, BALANCE: routing.balance}
+        scored = rows.scored
 
         def walk(by_rows: Any, whole: Mapping[str, Params]) -> dict[str, Array]:
             cut, join = self._chunks(*by_rows[1].shape)
@@ -199,13 +207,13 @@ class Policy:
             found = jax.lax.map(look, jax.tree.map(cut, by_rows))
             return {name: join(x) for name, x in found.items()}
 
-        by_rows = (states, batch.tokens, jnp.where(scored, batch.temperature, 1.0))
+        temperature = jnp.where(scored, rows.targets(batch.temperature), 1.0)
+        by_rows = (states, rows.targets(batch.tokens), temperature)
         found = over_rows(walk, self.mesh, self.rules)(by_rows, whole)
 
         def finish(x: Array) -> Array:
-            return jnp.where(
-                scored.reshape(scored.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype)
-            )
+            mask = scored.reshape(scored.shape + (1,) * (x.ndim - 2))
+            return rows.back(jnp.where(mask, x, jnp.zeros((), x.dtype)))
 
         return {name: finish(x) for name, x in found.items()} | told
 
@@ -227,22 +235,23 @@ class Policy:
     def _scorer(
         self,
         params: Mapping[str, Params],
-        batch: Batch,
+        rows: PlainRows | PackedRows,
         who: str,
         view: str,
         guidance: Guidance,
     ) -> tuple[Array, Head, Routing | None]:
-        """What a scorer knows just before each token, what makes logits of it, and what its routers
-        did.
+        """What a scorer knows just before each target, what makes logits of it, and what its
+        routers did.
         """
         if who == NOVELTY:
             # The student's features; its parameters are not what is trained here.
             student = jax.lax.stop_gradient(params["student"])
-            error = novelty.error(params[who], self._features(student, batch, view))
-            everywhere = (*batch.tokens.shape, error.shape[-1])
-            return jnp.broadcast_to(error[:, None, :], everywhere), lambda x, *_: x, None
+            error = novelty.error(params[who], self._features(student, rows.batch, view))
+            everywhere = (*rows.batch.tokens.shape, error.shape[-1])
+            known = rows.targets(jnp.broadcast_to(error[:, None, :], everywhere))
+            return known, lambda x, *_: x, None
         model = self.form_of(who)
-        known, routing = model._before(params[who], batch, view, guidance)
+        known, routing = model._before(params[who], rows, view, guidance)
 
         def logits(x: Array, temperature: Array, whole: Params) -> Array:
             made = transformer.bind(model.config, {**params[who], **whole}).logits(x)
@@ -251,19 +260,24 @@ class Policy:
         return known, logits, routing
 
     def _before(
-        self, params: Params, batch: Batch, view: str, guidance: Guidance
+        self, params: Params, rows: PlainRows | PackedRows, view: str, guidance: Guidance
     ) -> tuple[Array, Routing | None]:
-        """Hidden state just before each token of the plain row, 0 where the view has no such
-        place; and the routing of the view's tokens.
+        """Hidden state just before each target, 0 where the view has no such place; and the routing
+        of the plain rows' tokens, or of a view's.
         """
-        held = batch.held(view)
-        shown = batch if view == "plain" else batch.views[view]
+        held = rows.batch.held(view)
+        if view == "plain":
+            shown = rows.shown
+            if guidance.recorded is not None:
+                guidance = dataclasses.replace(guidance, recorded=rows.inputs(guidance.recorded))
+            inputs = shown.tokens, shown.position, shown.segment
+            states, routing = self.routed(params, *inputs, guidance, rows.bins)
+            return rows.before(states), None if routing is None else rows.told(routing)
+        shown = rows.batch.views[view]
         states, routing = self.routed(params, shown.tokens, shown.position, shown.segment, guidance)
-        if not isinstance(shown, View):
-            return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1], routing
         before = jnp.maximum(shown.index - 1, 0)
         states = jnp.take_along_axis(states, before[:, :, None], axis=1)
-        return jnp.where(held[:, :, None], states, 0), routing
+        return rows.targets(jnp.where(held[:, :, None], states, 0)), routing
 
     def _features(self, params: Params, batch: Batch, view: str) -> Array:
         """The student's states over a rollout's own action tokens, [row layer embed]."""
@@ -398,14 +412,6 @@ def _stacked(chosen: Sequence[Array]) -> Array | None:
 def scorer_name(who: str, view: str) -> str:
     """The key of a scorer's logits: "student" for the student on the plain row, else "who/view"."""
     return who if (who, view) == ("student", "plain") else f"{who}/{view}"
-
-
-def begun(segment: Int[Array, "row token"]) -> Array:
-    """True where an earlier token of the same segment exists, so that there is a prediction of this
-    one.
-    """
-    before = jnp.pad(segment, ((0, 0), (1, 0)))[:, :-1]
-    return (segment != 0) & (segment == before)
 
 
 def build(

@@ -26,6 +26,7 @@ from jaxrl.model import novelty
 from jaxrl.model.attention import Fused
 from jaxrl.model.form import DTYPES, REMAT, ModelConfig, stacks
 from jaxrl.model.layers import Block, Guide, Linear, Mixture, RMSNorm, Routing, Sight, sight
+from jaxrl.model.sharing import Bins, SharedMask, shared_masks, visible
 
 # Stacks up to this depth are unrolled inside the scan: its copies of what the backward pass needs
 # cost a fifth of the step on XLA:CPU, while unrolling a deep stack costs minutes of compilation.
@@ -121,12 +122,16 @@ class Decoder(nnx.Module):
         constrain: Callable[[Array], Array],
         mix: Mixture,
         guidance: Guidance = UNGUIDED,
+        bins: Bins | None = None,
         fused: Fused | None = None,
     ) -> tuple[Float[Array, "row token embed"], Routing | None]:
-        """Last hidden states; a token sees the earlier tokens of its own segment and itself. Beside
-        them what the sparse layers did: ``chosen[row token layer k]``, ``balance`` their mean."""
+        """Last hidden states; a token sees the earlier tokens of its own segment and itself, and in
+        rows of ``bins`` the prefix. Beside them what the sparse layers did: ``chosen[row token
+        layer k]``, ``balance`` their mean."""
+        far, close = self.sights(*self._masks(position, segment, bins), position)
+        sights = far.by(fused, segment), close.by(fused, segment)
         x, _, routing = self._through(
-            tokens, position, segment, constrain, mix, guidance, lambda x: None, fused
+            tokens, segment, sights, constrain, mix, guidance, lambda x: None
         )
         return self.norm(x), routing
 
@@ -146,27 +151,32 @@ class Decoder(nnx.Module):
         def pool(x: Array) -> Array:
             return novelty.pooled(x, mask)
 
-        _, after, _ = self._through(tokens, position, segment, constrain, mix, UNGUIDED, pool)
+        sights = self.sights(*self._masks(position, segment, None), position)
+        _, after, _ = self._through(tokens, segment, sights, constrain, mix, UNGUIDED, pool)
         each = jnp.concatenate([pool(self.embed(tokens))[None], after])
         return jnp.moveaxis(each[jnp.array(novelty.depths(after.shape[0]))], 0, 1)
+
+    def _masks(
+        self, position: Array, segment: Array, bins: Bins | None
+    ) -> tuple[Array | SharedMask, Array | SharedMask]:
+        """What the tokens of global and of local layers see."""
+        if bins is not None:
+            return shared_masks(position, segment, bins, window=self.config.window)
+        seen = visible(segment)
+        near = jnp.arange(segment.shape[1])
+        return seen, seen & (near[:, None] - near[None, :] < self.config.window)
 
     def _through(
         self,
         tokens: Array,
-        position: Array,
         segment: Array,
+        sights: tuple[Sight, Sight],
         constrain: Callable[[Array], Array],
         mix: Mixture,
         guidance: Guidance,
         note: Callable[[Array], Any],
-        fused: Fused | None = None,
     ) -> tuple[Array, Any, Routing | None]:
         """The states after the last block, what ``note`` says of those after each, the routing."""
-        seen = visible(segment)
-        near = jnp.arange(tokens.shape[1])
-        near = seen & (near[:, None] - near[None, :] < self.config.window)
-        far, close = self.sights(seen, near, position)
-        sights = far.by(fused, segment), close.by(fused, segment)
         counted = segment > 0
         x, noted, routings = constrain(self.embed(tokens)), [], []
         for run in runs(self.config):
@@ -227,7 +237,7 @@ class Decoder(nnx.Module):
 
         return body, (params, jnp.array(flags) if mixed else None, recorded, share)
 
-    def sights(self, seen: Array, near: Array, position: Array) -> tuple[Sight, Sight]:
+    def sights(self, seen: Any, near: Any, position: Array) -> tuple[Sight, Sight]:
         """What the queries of global and of local layers see, by their masks."""
         config = self.config
         everywhere = sight(config, seen, position, local=False)
@@ -260,16 +270,6 @@ class Decoder(nnx.Module):
 def keep(key: Array, value: Array) -> tuple[Array, Array]:
     """New keys and values are all that there is to attend to."""
     return key, value
-
-
-def visible(segment: Int[Array, "row token"]) -> Bool[Array, "row token source"]:
-    """Causal and block-diagonal: same segment, not later in the row.
-
-    Padding (segment 0) sees padding only, and nothing sees it.
-    """
-    tokens = segment.shape[1]
-    causal = jnp.arange(tokens)[:, None] >= jnp.arange(tokens)[None, :]
-    return causal[None] & (segment[:, :, None] == segment[:, None, :])
 
 
 def name_of(path: tuple[Any, ...]) -> str:

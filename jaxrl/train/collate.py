@@ -17,6 +17,7 @@ from jaxrl.batch import ACTION, PAD, Batch, View
 from jaxrl.pool.contract import Group, Tokenizer
 from jaxrl.pool.rollout import Failure, Rollout, StopReason
 from jaxrl.train import views
+from jaxrl.train.packing import Packing
 
 TOKEN_FACT = "token_"  # names of facts with a number for each token begin so
 
@@ -311,6 +312,7 @@ def collate(
     needs: Sequence[str],
     algorithm: str,
     shown: Shown | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Lay whole groups out as rows, padded to the smallest bucket that holds the longest.
 
@@ -323,6 +325,8 @@ def collate(
     before; ``rejected_unscored`` acts at the very first token; ``nonfinite_logp``; and among those
     that stay in the batch but are not valid ``nonfinite_reward`` and ``failed``. ``duplicate_frac``
     is a fraction. ``shown`` are the views to lay out, each with two counts more (see ``views``).
+    With ``packing`` the batch carries packed rows beside the plain ones, if they fit (see
+    ``Packing.lay_out``, with three counts more).
 
     Raises ValueError for a needed fact that is missing, a greedy sample, a group too many or too
     large, an id twice.
@@ -350,6 +354,11 @@ def collate(
         )
     laid = shown.lay_out(placed, rows, tokens, counts) if shown else {}
     batch = Batch(**arrays, facts=_facts(placed, needs, rows, tokens, algorithm), views=laid)
+    if packing is not None:
+        usable = {row: rollout for row, rollout in placed.items() if arrays["valid"][row]}
+        packed, more = packing.lay_out(usable, groups_per_step, rollouts_per_group, tokens)
+        batch = dataclasses.replace(batch, packed=packed)
+        counts.update(more)
     names = dict.fromkeys((*REJECTED, *INVALID, *counts))
     counted = {name: float(counts[name]) for name in names}
     return batch, counted | {"duplicate_frac": duplicate_frac(list(placed.values()))}

@@ -25,7 +25,7 @@ from jaxrl.model.versions import write_weights
 from jaxrl.pool.characters import CharacterTokenizer
 from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
 from jaxrl.pool.published_tokenizer import PublishedTokenizer
-from jaxrl.pool.rollout import ACTION, Version
+from jaxrl.pool.rollout import ACTION, ROUTES, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import Split, TaskSource
 from jaxrl.train import optimizer, roles, routing
@@ -33,6 +33,7 @@ from jaxrl.train.accounts import Account
 from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
 from jaxrl.train.collate import Shown, collate
 from jaxrl.train.metrics import Logger, Progress, samples_table
+from jaxrl.train.packing import Packing
 from jaxrl.train.routing import RoutingConfig
 from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
@@ -316,6 +317,17 @@ def routing_of(phase: Phase) -> RoutingConfig | None:
     return RoutingConfig.of(phase.model, recorded=recorded, replay=replay, balance_weight=weight)
 
 
+def packing_of(phase: Phase) -> Packing | None:
+    """How a phase's rows are packed; None if they are not. ValueError naming the fields that do not
+    suit its prompts and responses."""
+    packing, sampler = phase.train.packing, phase.sampler
+    if not packing.on:
+        return None
+    response = sampler.max_new_tokens + phase.pool.max_feedback_tokens
+    shapes = packing.shapes(sampler.prompt_buckets, response, phase.pool.rollouts_per_group)
+    return Packing(shapes, (ROUTES,) if phase.train.routes == "replayed" else ())
+
+
 def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
     """A phase's algorithm and step.
 
@@ -348,7 +360,9 @@ def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
         lesson_txs=roles.learners(phase, algorithm),
         routed=routed,
     )
-    step.plan(phase.train.groups * phase.pool.rollouts_per_group)
+    packing_of(phase)
+    rollouts = phase.train.groups * phase.pool.rollouts_per_group
+    step.plan(rollouts, phase.train.packing.on)
     views_of(phase, algorithm)
     half_ulp = 2.0**-9 / math.sqrt(phase.model.width)  # of a weight of typical size, in bfloat16
     narrow = any(x.dtype == jax.numpy.bfloat16 for x in trained.values())
@@ -377,6 +391,7 @@ def lay_out(
         needs=(*algorithm.needs, *(routed.needs if routed else ())),
         algorithm=phase.algorithm["name"],
         shown=Shown(views, buckets, parts.tokenizer),
+        packing=packing_of(phase),
     )
     return mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec), counts
 

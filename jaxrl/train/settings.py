@@ -17,6 +17,7 @@ from jaxrl.pool.characters import WIDTHS
 from jaxrl.train import views
 from jaxrl.train.curriculum import CurriculumConfig
 from jaxrl.train.optimizer import OptimizerConfig
+from jaxrl.train.packing import PackingConfig
 
 STUDENT = "student"
 
@@ -119,10 +120,8 @@ class PoolConfig:
                 "pool.chat='template'"
             )
         _positive("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
-        _positive(
-            "pool", self, "demonstrations", "epochs", "publish_every_steps", "max_refills", least=0
-        )
-        _positive("pool", self, "max_feedback_tokens", least=0)
+        counts = ("demonstrations", "epochs", "publish_every_steps", "max_refills")
+        _positive("pool", self, *counts, "max_feedback_tokens", least=0)
         _positive("pool", self, "survivors", "loop_characters", "shards")
         _positive("pool", self, "loop_repeats", least=2)
         if not 0 <= self.shard < self.shards:
@@ -166,6 +165,7 @@ class TrainConfig:
     micro_rollouts: int
     token_buckets: tuple[int, ...]
     view_token_buckets: tuple[int, ...]
+    packing: PackingConfig
     start: str
     adapters: str
     routes: str
@@ -456,16 +456,16 @@ def _read_alike(resolved: list[Phase], phase: Phase) -> None:
 
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
     moving = CurriculumConfig(**sections["train"]["curriculum"])
-    train = TrainConfig(**{**sections["train"], "curriculum": moving})
+    packing = PackingConfig(**sections["train"]["packing"])
+    train = TrainConfig(**{**sections["train"], "curriculum": moving, "packing": packing})
     if moving.move != "off" and sections["pool"]["kind"] != "local":
         raise ValueError(
             f"phases.{name}: train.curriculum.move={moving.move!r} with "
             f"pool.kind={sections['pool']['kind']!r}; allowed: 'off', or pool.kind='local'"
         )
     if sections["mesh"]["context"] != 1:
-        raise ValueError(
-            f"mesh.context={sections['mesh']['context']!r}; allowed: 1 (rows are not split)"
-        )
+        value = sections["mesh"]["context"]
+        raise ValueError(f"mesh.context={value!r}; allowed: 1 (rows are not split)")
     if sections["mesh"]["expert"] != 1 and not sections["model"]["experts"]["count"]:
         raise ValueError(
             f"mesh.expert={sections['mesh']['expert']!r}; allowed: 1 (model.experts.count=0: a "

@@ -50,6 +50,7 @@ class Plan:
     rollouts_per_group: int
     coupled: bool
     ways: int  # parts into which the mesh splits rows
+    packed: bool  # a group is a row of the trunk
 
     def __post_init__(self) -> None:
         groups, left = divmod(self.rollouts, self.rollouts_per_group)
@@ -65,6 +66,14 @@ class Plan:
                 f"train.micro_rollouts={self.micro_rollouts}: this algorithm couples the rollouts "
                 "of a group; "
                 f"allowed: multiples of pool.rollouts_per_group={self.rollouts_per_group}"
+            )
+        row = self.rollouts_per_group * self.ways
+        if self.packed and (self.update % self.micro or self.micro % row):
+            raise ValueError(
+                f"train.micro_rollouts={self.micro_rollouts}: with train.packing a group is a row "
+                f"of the trunk; allowed: divisors of the {self.update} rollouts of an update that "
+                "are multiples of pool.rollouts_per_group * mesh.data * mesh.fsdp * mesh.expert = "
+                f"{row}"
             )
         if self.update % self.micro or self.micro % self.ways:
             raise ValueError(
@@ -154,15 +163,16 @@ class Step:
         facts, and without their shapes there is nothing to compile.
         """
         if set(self.needs) - set(batch.facts):
-            updates = self.plan(batch.valid.shape[0]).updates
+            updates = self.plan(batch.valid.shape[0], batch.packed is not None).updates
             passed = dataclasses.replace(state, step=_next(state.step))
             return passed, nothing_taken(updates)
         return self.jitted(state)(state, batch)
 
-    def plan(self, rollouts: int) -> Plan:
+    def plan(self, rollouts: int, packed: bool) -> Plan:
         """How a take of so many rollouts is cut."""
         split = ways(self.mesh, self.policy.rules["rows"])
-        return Plan(rollouts=rollouts, coupled=self.algorithm.coupled, ways=split, **self.cuts)
+        coupled = self.algorithm.coupled
+        return Plan(rollouts=rollouts, coupled=coupled, packed=packed, ways=split, **self.cuts)
 
     def observe(self, models: Models, batch: Batch, plan: Plan) -> tuple[Reading, Loads | None]:
         """What the algorithm observes with these parameters, and the loads of its experts."""
@@ -236,7 +246,7 @@ class Step:
     def take(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """All updates of one take. Pure; jitted by ``__call__``."""
         self.trace_count += 1  # runs when traced, not when called
-        plan = self.plan(batch.valid.shape[0])
+        plan = self.plan(batch.valid.shape[0], batch.packed is not None)
         batch = accumulate.sanitised(batch)
         roles = dict(state.roles)
         observed, begun = self.observe(models_of(roles), batch, plan)
