@@ -3,9 +3,10 @@ r"""Compile a run for a TPU slice on a machine that has none, and tell what it w
     python -m jaxrl.aot --config configs/gvpo.py:qwen3_8b --slice v5p:4x4x4
         [--mesh configs/meshes.py:v5p_4x4x4] [--phase NAME] [--out FILE.json] [--search]
 
-The train step, on plain rows, and the sampler's two programs are those of the run; the compiler is the one of the
-slice (pip install -e '.[aot]'). Without --mesh the config's mesh is taken, or, if that is one
-device, all devices along ``fsdp`` as far as rows and width divide, the rest along ``tensor``.
+The train step (on plain rows, whatever ``train.packing`` says) and the sampler's two programs are
+those of the run; the compiler is the one of the slice (pip install -e '.[aot]'). Without --mesh the
+config's mesh is taken, or, if that is one device, all devices along ``fsdp`` as far as rows and
+width divide, the rest along ``tensor``.
 Prints a page, and writes the numbers with --out. Exit code 2 if the step does not fit.
 """
 
