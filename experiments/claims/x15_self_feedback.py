@@ -16,10 +16,11 @@ that never tells.
 Look at: the probability of the right code, exact, over all names and over those that are told;
 how often the teacher repeats what it is told; the surprise at the environment's answers.
 Expect: (.2, 0) flat or worse than the start (``gain`` <= 0) < (0, 1) < (.2, 1); without words flat.
-Result: the first half holds. 5 seeds, means with 95 % t intervals, commit 47ae9ea, 2026-11-30. Right
-calls (%), from 1.0: (.2, 0) 1.1 [.9, 1.3], flat; (0, 1) 26.7 [25.1, 28.4] and 52.5 [49.2, 55.7] of
-the names that are told; (.2, 1) 27.1 [24.9, 29.3]: the feedback term adds .4 [-.6, 1.4], nothing
-that can be seen. Without words 1.0. The moving average still repeats 94 to 98 % of what it is told.
+Result: the first half holds. 5 seeds, means with 95 % t intervals, commit 47ae9ea, 2026-11-30.
+Right calls (%), from 1.0: (.2, 0) 1.1 [.9, 1.3], flat; (0, 1) 26.7 [25.1, 28.4], and 52.5 [49.2,
+55.7] of the names that are told; (.2, 1) 27.1 [24.9, 29.3]: the feedback term adds .4 [-.6, 1.4],
+nothing that can be seen. Without words 1.0. The moving average still repeats 94 to 98 % of what it
+is told.
 """
 
 import functools
