@@ -60,7 +60,7 @@ def work_of(built: Built, tokens: int) -> Work:
     }
     return work.work(
         algorithm,
-        step.plan(phase.train.groups * phase.pool.rollouts_per_group),
+        step.plan(phase.train.groups * phase.pool.rollouts_per_group, packed=False),
         forms,
         lengths,
         trained,
@@ -222,7 +222,9 @@ def advice(built: Built) -> list[str]:
     """What makes a step smaller, in the order in which it costs least."""
     phase, plan = (
         built.phase,
-        built.step.plan(built.phase.train.groups * built.phase.pool.rollouts_per_group),
+        built.step.plan(
+            built.phase.train.groups * built.phase.pool.rollouts_per_group, packed=False
+        ),
     )
     least = math.lcm(plan.ways, plan.rollouts_per_group if plan.coupled else 1)
     found = []

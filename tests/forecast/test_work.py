@@ -72,7 +72,7 @@ def test_the_formula_is_the_compilers_count_of_a_step(remat):
     counted = program.count(str(text.compile().as_text()))
     done = work.work(
         algorithm,
-        step.plan(rows),
+        step.plan(rows, packed=False),
         {"student": phase.model, "reference": phase.model},
         {"plain": tokens},
         {"student": models.policy.shapes},
