@@ -47,10 +47,10 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.adapter.update(rank=16, alpha=32.0)
     config.train.start = CHECKPOINT
     config.pool.tokenizer = CHECKPOINT
-    config.sampler.update(max_new_tokens=8, prompt_buckets=(20,), slots=64)
-    config.train.update(steps=100, groups=8, minibatches=1, micro_rollouts=64, token_buckets=(28,))
-    config.optimizer.update(learning_rate=5e-4, warmup_updates=5)
-    config.task.update(train_prompts=800, held_out_prompts=128)
+    config.sampler.update(max_new_tokens=6, prompt_buckets=(20,), slots=128)
+    config.train.update(steps=60, groups=16, minibatches=1, micro_rollouts=128, token_buckets=(26,))
+    config.optimizer.update(learning_rate=1e-4, warmup_updates=5)  # 5e-4 learns nothing
+    config.task.update(train_prompts=960, held_out_prompts=128)
     config.eval.update(prompts=128, seen_prompts=128)
     config.checkpoint.update(every_steps=20, keep=1, keep_weights=1)
     phases.order = ("grpo",)
