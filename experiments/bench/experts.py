@@ -68,7 +68,7 @@ from jaxrl.model import policy  # noqa: E402
 from jaxrl.model.experts import mixture  # noqa: E402
 from jaxrl.pool.contract import Group  # noqa: E402
 from jaxrl.pool.rollout import ACTION, PROMPT, Failure, Rollout, StopReason, Version  # noqa: E402
-from jaxrl.train import loop, rounds, settings  # noqa: E402
+from jaxrl.train import loop, rounds, settings, state  # noqa: E402
 
 Run = Callable[[], Any]
 LONG, ASKED, GROUP = 64, 16, 8  # tokens of a rollout, of its prompt; rollouts of a group
@@ -214,11 +214,14 @@ def step_of(tokens: int, folder: str, *, dense: bool) -> Run:
     algorithm, step = loop.prepare(parts, phase)
     batch, _ = loop.lay_out(parts, phase, algorithm, rollouts(tokens, config.model.vocab_size))
     params = parts.policy.init(jax.random.key(given.seed))
-    held = [rounds.fresh(phase, parts.policy, params, None)]
+    fresh = rounds.fresh(phase, parts.policy, params, None)
+    held = [state.place(fresh, parts.policy, parts.mesh)]
 
     def run() -> None:
         held[0], metrics = step(held[0], batch)  # the old state is consumed
         jax.block_until_ready((held[0], metrics))
+        if step.trace_count > 1:  # with another mixture than the one that was put in its place
+            raise SystemExit("the step was traced again")
 
     run()
     return run

@@ -78,7 +78,7 @@ def _mixture(
     experts = weights[0].shape[0]
     gates = gates.astype(jnp.float32)
     if form == "padded":
-        sizes = visit_sizes(*routes.shape, expected / experts)
+        sizes = visit_sizes(routes.shape[0], routes.shape[1], expected / experts)
         made: Any = _padded(x, gates, weights, _visits(routes, experts, sizes), activation, sizes)
     else:
         runs = _sorted(routes, experts)
