@@ -11,7 +11,7 @@ To see whether what a free run lost is its routers', put those of the warm start
 and measure (the summary's ``held_out.before``; the steps taken do not matter):
 
     python -m jaxrl.restore_router --from RUN/phases/sft \
-        --into RUN/weights/v=1-400 --to RUN/restored
+        --into RUN/weights/v=0-400 --to RUN/restored
     python -m jaxrl.launch --config configs/router.py --workdir RUN/measured --config.seed=SEED \
         --config.phases.sft.train.steps=1 --config.train.steps=1 \
         --config.phases.grpo.train.start=RUN/restored
