@@ -91,7 +91,7 @@ def desk(tmp_path_factory) -> Any:
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(folder))
     # One device of the tests' eight: nothing here is about sharding, and it is run op by op.
-    one = lambda sizes: make_mesh(sizes, jax.devices()[:1])  # noqa: E731
+    one = lambda sizes, _=None: make_mesh(sizes, jax.devices()[:1])  # noqa: E731
     patch.setattr(rounds.mesh, "make_mesh", one)
     yield folder, {}
     patch.undo()

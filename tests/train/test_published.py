@@ -18,7 +18,9 @@ CONFIG = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     one = make_mesh  # one device of the tests' eight
-    monkeypatch.setattr(rounds.mesh, "make_mesh", lambda sizes: one(sizes, jax.devices()[:1]))
+    monkeypatch.setattr(
+        rounds.mesh, "make_mesh", lambda sizes, _=None: one(sizes, jax.devices()[:1])
+    )
     return write(tmp_path / "checkpoint", byte_level(), config=CONFIG, template=templates.CHATML)
 
 

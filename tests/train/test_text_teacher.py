@@ -29,7 +29,9 @@ def phase_of(weights: str, **teacher: Any) -> list[Phase]:
 def desk(tmp_path_factory):
     root = epath.Path(tmp_path_factory.mktemp("text_teacher"))
     patch = pytest.MonkeyPatch()  # one device of the tests' eight
-    patch.setattr(rounds.mesh, "make_mesh", lambda sizes: make_mesh(sizes, jax.devices()[:1]))
+    patch.setattr(
+        rounds.mesh, "make_mesh", lambda sizes, _=None: make_mesh(sizes, jax.devices()[:1])
+    )
     phases = phase_of(str(root / "weights"))
     yield root, phases[0], rounds.assemble(phases, root)
     patch.undo()
