@@ -221,6 +221,7 @@ class Side:
                 clip_norm=1.0,
                 train="auto",
                 freeze=(),
+                rates=(),
             )
         )
         roles = states.roles_of(algorithm)

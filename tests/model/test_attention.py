@@ -1,5 +1,7 @@
 """The splash kernel, run without a TPU by its interpreter, against the dense form."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jaxrl.mesh import Rules, make_mesh
 from jaxrl.model import attention
 from tests.model.tiny import CONFIG, policy_on
 
-FORM = {"head_size": 128, "heads": 4, "kv_heads": 2, "layers": 1}
+FORM: dict[str, Any] = {"head_size": 128, "heads": 4, "kv_heads": 2, "layers": 1}
 TOKENS = 256
 
 

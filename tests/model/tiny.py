@@ -68,7 +68,7 @@ def lively(params: Mapping[str, jax.Array], scale: float = 2.0) -> dict[str, jax
     return grown
 
 
-def drawn(shapes: Mapping[str, Any], seed: int = 1) -> dict[str, np.ndarray]:
+def drawn(shapes: Mapping[str, Any], seed: int = 1) -> dict[str, Any]:
     """Weights of these shapes without a compilation: every parameter matters, none is large."""
     draw = np.random.default_rng(seed)
     made = {name: draw.normal(0, 0.3, form.shape) for name, form in shapes.items()}
