@@ -8,7 +8,7 @@ mean on a mesh.
     fsdp     parameters split along their width, rows of the batch split too
     tensor   heads, inner width and vocabulary split
     expert   experts split, and rows of the batch: tokens go to their experts and back
-    context  tokens of a row split (nothing uses it yet)
+    context  tokens of a row split; a token attends to keys and values gathered from all of them
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ class Rules:
     """
 
     rows: MeshAxes = ("data", "fsdp", "expert")  # rows of a batch, slots of the sampler
+    tokens: MeshAxes = ("context",)  # of a row
     embed: MeshAxes = ("fsdp",)
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
@@ -79,11 +80,28 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
             "they must be equal"
         )
     kinds = (AxisType.Auto,) * len(AXES)
+    slices = len({device.slice_index for device in devices if hasattr(device, "slice_index")})
+    if slices > 1:
+        return Mesh(_over_slices(shape, slices, devices), AXES, axis_types=kinds)
     try:
         return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
     except NotImplementedError:  # an axis that takes a part of a slice's dimension
         laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(laid, AXES, axis_types=kinds)
+
+
+def _over_slices(shape: tuple[int, ...], slices: int, devices: Sequence[Any]) -> Any:
+    """Devices of several slices, joined by the slower network: only ``data`` goes across, as what
+    it moves (gradients, once an update) does not grow with the tokens. ValueError where it does not
+    divide."""
+    data, *inner = shape
+    if data % slices:
+        raise ValueError(f"mesh.data={data} over {slices} slices; allowed: multiples of {slices}")
+    across = (slices, *(1 for _ in inner))
+    within = (data // slices, *inner)
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
 
 
 def spec(logical: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
@@ -130,12 +148,9 @@ def per_device(
     rules: Rules,
     inputs: Sequence[tuple[str | None, ...]],
     output: tuple[str | None, ...],
-    *,
-    kernels: bool = False,
 ) -> Callable[..., jax.Array]:
     """``function`` run by each device on its part of the arrays, for what the partitioner cannot
     split: arrays in and out lie as their logical axes say, and collectives are the function's own.
-    With ``kernels`` it holds Pallas kernels, which do not tell along which axes they vary.
 
     Every array comes in as one that may differ along each mesh axis that splits any of them, as
     loops and custom gradients want it; of an array that is the same along an axis, the gradients
@@ -147,7 +162,7 @@ def per_device(
     def varying(*arrays: jax.Array) -> jax.Array:
         cast = []
         for array, own in zip(arrays, axes, strict=True):
-            missing = () if kernels else tuple(axis for axis in AXES if axis in split - own)
+            missing = tuple(axis for axis in AXES if axis in split - own)
             cast.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
         return function(*cast)
 
@@ -156,29 +171,29 @@ def per_device(
         mesh=mesh,
         in_specs=tuple(spec(logical, rules) for logical in inputs),
         out_specs=spec(output, rules),
-        check_vma=not kernels,
     )
 
 
 def over_rows(function: Callable[..., Any], mesh: Mesh | None, rules: Rules) -> Callable[..., Any]:
     """``function(by_rows, whole)`` run by the devices on their own rows: of each array in the tree
-    ``by_rows`` and in the result the first axis is rows, those in ``whole`` come in complete along
-    the axes that split rows. Axes that split no rows are left to the partitioner.
+    ``by_rows`` and in the result the first axes are rows and tokens, those in ``whole`` come in
+    complete along the axes that split these. Other axes are left to the partitioner.
 
     What loops inside ``function`` read of ``whole`` is gathered once, not in each turn, and its
     gradient is summed over the devices once, at the end.
     """
-    if ways(mesh, rules.rows) == 1:
+    axes = (*rules.rows, *rules.tokens)
+    if ways(mesh, axes) == 1:
         return function
     assert mesh is not None
-    rows = spec(("rows",), rules)
+    split = spec(("rows", "tokens"), rules)
     alone = {axis for axis in AXES if mesh.shape[axis] == 1}  # nothing to leave to the partitioner
     return jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(rows, PartitionSpec()),
-        out_specs=rows,
-        axis_names=set(rules.rows) | alone,
+        in_specs=(split, PartitionSpec()),
+        out_specs=split,
+        axis_names=set(axes) | alone,
         check_vma=False,
     )
 

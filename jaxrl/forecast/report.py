@@ -173,17 +173,18 @@ def gap(cycles: float, spent: Times, kernels: float) -> str:
 
 
 def cache_gib(built: Built) -> float:
-    """Keys and values of the sampler's slots in the longest bucket, on each device:
+    """Keys and values of the sampler's prompts and slots in the longest bucket, on each device:
 
-    slots x places x sum over layers of kv_heads (head_size + value_size) x bytes / ways
+    (rows x prompt + slots x new) x sum over layers of kv_heads (head_size + value_size) x bytes
+    / ways
     """
-    policy, sampler = built.models.policy, built.phase.sampler
+    policy = built.models.policy
     config = policy.config
     heads = sum(config.kind(layer).kv_heads for layer in range(config.layers))
     each = heads * (config.head_size + config.value_width) * DTYPES[config.dtype](0).nbytes
-    places = max(sampler.prompt_buckets) + sampler.max_new_tokens
+    places = built.models.sampler.cached_places(max(built.phase.sampler.prompt_buckets))
     split = ways(policy.mesh, policy.rules["rows"]) * ways(policy.mesh, policy.rules["kv_heads"])
-    return sampler.slots * places * each / split / GIB
+    return places * each / split / GIB
 
 
 def weights(built: Built) -> dict[str, float]:
@@ -233,6 +234,8 @@ def advice(built: Built) -> list[str]:
     kept = [name for name in REMAT if name not in ("none", "dots")]
     if phase.model.remat != "full":
         found.append(f"model.remat={phase.model.remat!r}: 'full' (of {', '.join(kept)})")
+    if not phase.model.score_remat:
+        found.append("model.score_remat=False: True")
     if phase.model.score_chunk_positions > 256:
         found.append(f"model.score_chunk_positions={phase.model.score_chunk_positions}: 256")
     sizes = dict(built.models.mesh.shape)

@@ -8,7 +8,8 @@ Candidates are ranked by a rough forecast, for which nothing is compiled:
             of each kept position what the remat policy keeps
 
 Those whose forecast of memory is above the chip's come last. Then the first few are compiled, and
-the one with the shortest predicted step among those that fit is the answer.
+the one with the shortest predicted step among those that fit is the answer; of equal ones that in
+which least must be hidden.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.forecast import work
 from jaxrl.forecast.chips import GIB, Slice, read_slice
-from jaxrl.model import transformer
+from jaxrl.model import flops, transformer
 from jaxrl.model.form import ModelConfig
 from jaxrl.train import settings
 from jaxrl.train.settings import Phase
@@ -75,7 +76,7 @@ def expect(
     count = sum(math.prod(x.shape) for x in transformer.shapes(model).values())
     positions, chip = rows * tokens, where.chip
     again, attended = work.computed_again(dataclasses.replace(model, remat=remat), work.SPLASH)
-    one = work.forward(model, tokens)
+    one = flops.forward(model, tokens)
     total = positions * (one.trunk * (4 + again) + one.attention * (4 + attended) + one.head * 5)
     compute = total / where.devices / chip.flops
     passes = 4 * rows // micro
@@ -152,11 +153,12 @@ def best(
     tried, records = [], []
     for one in order[:COMPILED]:
         record = compile_one(apply(config, one), name, slice_name, phase_name)
-        seconds = record["step"].get("seconds", {}).get("predicted", math.inf)
+        told = record["step"].get("seconds", {})
+        seconds, added = (told.get(name, math.inf) for name in ("predicted", "nothing_hides"))
         fits = record["step"]["hbm_gib"]["fits"]
         tried.append(
             dataclasses.asdict(one) | {"predicted_s": seconds if fits else None, "fits": fits}
         )
-        records.append((not fits, seconds, len(records), record))
+        records.append((not fits, seconds, added, len(records), record))
     chosen = min(records)[-1]
     return chosen | {"search": {"candidates": len(order), "compiled": tried}}

@@ -1,97 +1,25 @@
 """FLOPs of a take by formula, from the form of the models and how the step walks through them.
 
-A multiplication and an addition are two FLOPs; what is elementwise is left out. A position of a row
-of T tokens costs, in the forward pass of one model:
-
-    trunk      2 x (numbers of its kernels, experts' x per_token / count)
-    attention  2 x (keys it sees) x heads x (head_size + value_size);  keys seen: (T + 1) / 2, or
-               fewer on local layers
-    head       2 x vocabulary x width
-
-The backward pass costs the same once for what flows to the inputs, and once more for the trained
-kernels' own gradients. ``useful`` is what the method asks for: each observer and each other scorer
-forward, the student (and each lesson's role) forward and backward, every position of the bucket
-counted, padding too. ``executed`` adds what is computed again under ``model.remat``, the head's
-second forward pass in chunks, and what the attention at hand computes beyond the causal half:
-dense, all T keys; splash, half a block of keys more, and going back the scores and the weights'
-gradients once for the queries and once more for keys and values.
+What a position costs in the forward pass stands in ``model/flops.py``. The backward pass costs the
+same once for what flows to the inputs, and once more for the trained kernels' own gradients.
+``useful`` is what the method asks for: each observer and each other scorer forward, the student
+(and each lesson's role) forward and backward, every position of the bucket counted, padding too.
+``executed`` adds what is computed again under ``model.remat``, the head's second forward pass under
+``model.score_remat``, and what the attention at hand computes beyond the causal half: dense, all T
+keys; splash, half a block of keys more, and going back the scores and the weights' gradients once
+for the queries and once more for keys and values.
 """
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 
 from jaxrl.algorithms.contract import Algorithm
 from jaxrl.model import attention, transformer
+from jaxrl.model.flops import NOTHING, Position, forward, kernels, keys_seen
 from jaxrl.model.form import ModelConfig
 from jaxrl.train.step import Plan
 
-SILENT = ("scale", "bias", "sink")  # parameters that multiply no matrix
 DENSE, SPLASH = "dense", "splash"
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """FLOPs of one position in one forward pass."""
-
-    trunk: float
-    attention: float
-    head: float
-
-    @property
-    def all(self) -> float:
-        """Together."""
-        return self.trunk + self.attention + self.head
-
-    def __add__(self, other: "Position") -> "Position":
-        return Position(
-            self.trunk + other.trunk,
-            self.attention + other.attention,
-            self.head + other.head,
-        )
-
-    def scaled(self, trunk: float, attention: float, head: float) -> "Position":
-        """Each part so many times."""
-        return Position(trunk * self.trunk, attention * self.attention, head * self.head)
-
-
-NOTHING = Position(0.0, 0.0, 0.0)
-
-
-def _active(name: str, numbers: int, config: ModelConfig) -> float:
-    """Numbers of a parameter that one token is multiplied with."""
-    last = name.split("/")[-1]
-    if last in SILENT:
-        return 0.0
-    experts = config.experts
-    routed = experts.count and "/mlp/" in name and last in ("gate", "up", "down")
-    return numbers * experts.per_token / experts.count if routed else float(numbers)
-
-
-def kernels(config: ModelConfig) -> dict[str, float]:
-    """Numbers that a position is multiplied with in the trunk, by parameter."""
-    head = {*transformer.head_names(config), "embedding"}
-    numbers = {name: math.prod(x.shape) for name, x in transformer.shapes(config).items()}
-    return {name: _active(name, n, config) for name, n in numbers.items() if name not in head}
-
-
-def keys_seen(config: ModelConfig, layer: int, tokens: int) -> float:
-    """Mean over a row's positions of the keys that a query of this layer sees."""
-    window = min(config.window, tokens) if config.is_local(layer) else tokens
-    short = window * (window + 1) / 2  # the first positions see fewer
-    return (short + (tokens - window) * window) / tokens
-
-
-def forward(config: ModelConfig, tokens: int) -> Position:
-    """One position of a row of so many tokens."""
-    wide = config.heads * (config.head_size + config.value_width)
-    seen = sum(keys_seen(config, layer, tokens) for layer in range(config.layers))
-    outputs = config.outputs or config.vocab_size
-    return Position(
-        trunk=2 * sum(kernels(config).values()),
-        attention=2 * seen * wide,
-        head=2 * config.width * outputs,
-    )
 
 
 def computed_again(config: ModelConfig, form: str) -> tuple[float, float]:
@@ -187,8 +115,8 @@ def work(
                 continue
             forth = pass_of(who, view)
             add(forth, rows * plan.epochs)
-            again_head = NOTHING, forth[1].scaled(0, 0, 1)  # the chunk's logits, going back
-            add(again_head, rows * plan.epochs)
+            if forms[who].score_remat:  # the chunk's logits, going back
+                add((NOTHING, forth[1].scaled(0, 0, 1)), rows * plan.epochs)
             if who == learner:
                 add(
                     _back(forms[who], tokens[view], trained[who], attentions[view]),

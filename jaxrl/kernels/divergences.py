@@ -201,8 +201,8 @@ def _compared(logits: Array, ref_logits: Array) -> tuple[Array, Array, Array]:
 
 def _mixture(gap: Array, alpha: float) -> tuple[Array, Array]:
     """log m / p and log m / ref for gap = log ref / p, 0 < alpha < 1; both exactly 0 at gap 0."""
-    share = jnp.where(gap > 0, 1 - alpha, alpha)
-    tail = jnp.log1p(share * jnp.expm1(-jnp.abs(gap)))
+    share, half = jnp.where(gap > 0, 1 - alpha, alpha), jnp.tanh(jnp.abs(gap) / 2)
+    tail = jnp.log1p(-2 * share * half / (1 + half))  # 2 half / (1 + half) is -expm1(-|gap|)
     return jnp.maximum(gap, 0) + tail, jnp.maximum(-gap, 0) + tail
 
 

@@ -66,9 +66,9 @@ def _gap(
     mask: Bool[Array, "row token"],
 ) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
     """Sum of logp - old_logp over the counted tokens of the row's rollout, and their number."""
-    gap, tokens = jnp.where(mask, widen(logp) - widen(old_logp), 0), row_tokens(mask)
-    counted = tokens > 0
-    return group_sum(gap.sum(-1), rollout, counted), group_sum(tokens, rollout, counted)
+    gap = jnp.where(mask, widen(logp) - widen(old_logp), 0)
+    rows = jnp.ones_like(rollout, bool)  # one without a counted token adds 0 to both
+    return group_sum(gap.sum(-1), rollout, rows), group_sum(row_tokens(mask), rollout, rows)
 
 
 def truncated_ratio(

@@ -148,6 +148,7 @@ class ModelConfig:
     remat: str
     attention: str  # how it is computed: see model/attention.py
     score_chunk_positions: int
+    score_remat: bool
     qk_norm: bool  # queries and keys are normalised per head
     norm_offset: float  # RMSNorm multiplies with offset + scale
     post_norms: bool  # what a block gives is normalised before it is added
@@ -282,6 +283,7 @@ def qwen3(**fields: Any) -> ModelConfig:
         "family": "qwen3",
         "outputs": 0,
         "attention": "auto",
+        "score_remat": True,
         "qk_norm": True,
         "rope_scaling": ("none",),
         "experts": ExpertsConfig(0, 0, 0, 0, (), "softmax", True, 1.0, "auto"),

@@ -60,6 +60,7 @@ RUN_FIELDS = (
     "remat",
     "attention",
     "score_chunk_positions",
+    "score_remat",
     "outputs",
     "adapter",
 )

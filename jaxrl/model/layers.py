@@ -30,6 +30,15 @@ Remember = Callable[[Array, Array], tuple[Array, Array]]
 # (x [token embed], routes, gates, gate, up, down, *, activation) -> [token embed]
 Mixture = Callable[..., Array]
 
+# Queries of a causal block: at least so many, and no more blocks than that, as each is compiled.
+CAUSAL_BLOCK, CAUSAL_BLOCKS = 64, 8
+
+
+def keep(key: Array, value: Array) -> tuple[Array, Array]:
+    """New keys and values are all that there is to attend to."""
+    return key, value
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -212,27 +221,48 @@ def attend(
     *,
     scale: float,
     sink: Float[Array, " head"] | None = None,
+    causal: bool = False,
 ) -> Float[Array, "row head token value_size"]:
     """``softmax(scale q k^T) v`` where the mask is true; scores in float32.
 
     Each query needs one true entry. A sink is one more score a head, which takes its share of the
-    softmax and gives nothing. Heads that share a key are folded into the token axis, so that one
-    batched matmul serves them all.
+    softmax and gives nothing. With ``causal`` token i sees no source after the i-th, whatever the
+    mask: queries go in blocks, each against the sources up to its end, so that of the half that
+    nobody sees most is not computed.
     """
+    tokens = query.shape[2]
+    size = max(CAUSAL_BLOCK, -(-tokens // CAUSAL_BLOCKS)) if causal else tokens
+    found = []
+    for start in range(0, tokens, size):
+        end = min(start + size, tokens)
+        seen = end if causal else key.shape[2]
+        shown = mask[:, start:end, :seen]
+        sources = key[:, :, :seen], value[:, :, :seen]
+        found.append(_attended(query[:, :, start:end], *sources, shown, scale, sink))
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=2)
+
+
+def _attended(
+    query: Array, key: Array, value: Array, mask: Array, scale: float, sink: Array | None
+) -> Array:
+    """A block of ``attend``. Heads that share a key are folded into the token axis, so that one
+    batched matmul serves them all; what is divided by the weights' sum are the values, which are
+    fewer than the scores."""
     rows, heads, tokens, size = query.shape
     shared, source = key.shape[1], key.shape[2]
     folded = query.reshape(rows, shared, heads // shared * tokens, size)
     scores = scale * jnp.einsum("rkts,rkus->rktu", folded, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(rows, heads, tokens, source)
     scores = jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min)
-    if sink is None:
-        weight = jax.nn.softmax(scores, axis=-1)
-    else:
-        extra = jnp.broadcast_to(sink.astype(jnp.float32)[:, None, None], (rows, heads, tokens, 1))
-        weight = jax.nn.softmax(jnp.concatenate([scores, extra], -1), axis=-1)[..., :-1]
+    peak = scores.max(-1, keepdims=True)
+    lone = None if sink is None else sink.astype(jnp.float32)[:, None, None]
+    peak = jax.lax.stop_gradient(peak if lone is None else jnp.maximum(peak, lone))
+    weight = jnp.exp(scores - peak)
+    total = weight.sum(-1, keepdims=True)
+    total = total if lone is None else total + jnp.exp(lone - peak)
     weight = weight.astype(value.dtype).reshape(rows, shared, -1, source)
-    found = jnp.einsum("rktu,rkus->rkts", weight, value)
-    return found.reshape(rows, heads, tokens, value.shape[-1])
+    found = jnp.einsum("rktu,rkus->rkts", weight, value, preferred_element_type=jnp.float32)
+    return (found.reshape(rows, heads, tokens, -1) / total).astype(value.dtype)
 
 
 class Attention(nnx.Module):
@@ -285,7 +315,11 @@ class Attention(nnx.Module):
         else:
             sink = None if self.sink is None else self.sink[...]
             if isinstance(sight.mask, jax.Array):
-                found = attend(query, keys, values, sight.mask, scale=self.scale, sink=sink)
+                # A square mask is that of rows by themselves, where nothing later is seen.
+                alone = query.shape[2] == keys.shape[2]
+                found = attend(
+                    query, keys, values, sight.mask, scale=self.scale, sink=sink, causal=alone
+                )
             else:
                 found = sight.mask.attend(query, keys, values, scale=self.scale, sink=sink)
             found = checkpoint_name(found, KEPT_ATTENTION)

@@ -1,9 +1,10 @@
-"""The model as pure functions of flat parameters: init, score, and what the sampler needs. Logits
-of training live here only.
+"""The model as pure functions of flat parameters: init and score. Logits of training live here
+only.
 
-``score`` runs each scorer's trunk once, then walks over chunks of positions under
-``jax.checkpoint``: only a chunk's logits exist at any time, in the forward pass and in the backward
-pass, so no ``[rollout token vocab]`` array is ever formed.
+``score`` runs each scorer's trunk once, then walks over chunks of positions: only a chunk's logits
+exist at any time, in the forward pass and in the backward pass, so no ``[rollout token vocab]``
+array is ever formed. Where memory is not what is short, ``score_remat`` off keeps the logits of a
+micro-batch for its backward pass, which saves the head one product in four.
 """
 
 import dataclasses
@@ -14,14 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.batch import Batch
-from jaxrl.mesh import Rules, over_rows, require_divisible, spec
-from jaxrl.model import adapters, attention, novelty, transformer
+from jaxrl.mesh import Rules, over_rows, require_divisible, spec, ways
+from jaxrl.model import adapters, attention, chunks, novelty, transformer
+from jaxrl.model.chunks import Piece, Read
 from jaxrl.model.experts import mixture, sharded_mixture
 from jaxrl.model.form import DTYPES, ModelConfig
-from jaxrl.model.layers import Guide, Mixture, Routing
+from jaxrl.model.layers import Mixture, Routing
 from jaxrl.model.sharing import Bins, PackedRows, PlainRows, rows_of
 from jaxrl.model.transformer import UNGUIDED, Guidance, Params
 
@@ -34,10 +36,7 @@ NOVELTY = "novelty"
 CHOSEN = "router/chosen"
 BALANCE = "router/balance"
 
-Read = Callable[[Mapping[str, Array], Array], Mapping[str, Array]]
 Head = Callable[[Array, Array, Params], Array]  # (known, temperature, whole) -> logits
-Cache = tuple[tuple[Array, Array], ...]  # for each layer keys and values, [slot kv_head place size]
-Decoded = tuple[Array, Cache, Array | None]  # logits, the grown cache, routes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Policy:
     mesh: Mesh | None
     rules: Rules
     others: tuple[tuple[str, ModelConfig], ...] = ()  # models that are not of the student's form
+    # Nothing is read of a row before its first action, nor where none is: no head sees that.
+    answers_only: bool = False
 
     def config_of(self, who: str) -> ModelConfig:
         """The form of the model that scores under this name."""
@@ -134,11 +135,21 @@ class Policy:
         fused = None
         if bins is None:
             fused = attention.chosen(self.config, tokens.shape[1], self.mesh, self.rules)
-        return model.hidden(tokens, position, segment, where, self.mix, guidance, bins, fused)
+        return model.hidden(
+            tokens, position, segment, where, self.mix, guidance, bins, fused, self._gathered
+        )
 
     def _by_rows(self, tokens: Array) -> Callable[[Array], Array]:
         require_divisible("rows of a micro-batch", tokens.shape[0], self.mesh, self.rules.rows)
-        return lambda x: self.constrain(x, ("rows", None, None))
+        require_divisible("tokens of a row", tokens.shape[1], self.mesh, self.rules.tokens)
+        return lambda x: self.constrain(x, ("rows", "tokens", None))
+
+    def _gathered(self, key: Array, value: Array) -> tuple[Array, Array]:
+        """Keys and values of all tokens of the row, wherever they were made."""
+        if ways(self.mesh, self.rules.tokens) == 1:
+            return key, value
+        lying = ("rows", "kv_heads", None, "head")
+        return self.constrain(key, lying), self.constrain(value, lying)
 
     def logits(
         self, params: Params, hidden: Float[Array, "position embed"]
@@ -173,7 +184,8 @@ class Policy:
         token as an input (-1 on padding), and ``router/balance`` [row token].
 
         Of a packed batch x is 0 in prefixes too, which nobody trains on and no head sees, and where
-        a rollout is not valid; else it is what it would be without ``batch.packed``.
+        a rollout is not valid; else it is what it would be without ``batch.packed``. With
+        ``answers_only`` x is 0 before a row's first action too, and in rows without one.
         """
         rows = rows_of(batch)
         states: dict[str, Array] = {}
@@ -189,27 +201,12 @@ class Policy:
             if name == STUDENT and routing is not None:
                 told = {CHOSEN: routing.chosen, BALANCE: routing.balance}
         scored = rows.scored
-
-        def walk(by_rows: Any, whole: Mapping[str, Params]) -> dict[str, Array]:
-            cut, join = self._chunks(*by_rows[1].shape)
-            # Gradients of chunks are added in float32, whatever the heads were gathered in.
-            wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), whole)
-
-            @jax.checkpoint
-            def look(piece: tuple[dict[str, Array], Array, Array]) -> Mapping[str, Array]:
-                hidden, taken, temperature = piece
-                logits = {
-                    name: heads[name](x, temperature, wide.get(name, {}))
-                    for name, x in hidden.items()
-                }
-                return read(logits, taken)
-
-            found = jax.lax.map(look, jax.tree.map(cut, by_rows))
-            return {name: join(x) for name, x in found.items()}
-
+        if self.answers_only:
+            scored &= rows.targets(jnp.cumsum(batch.acted, axis=1) > 0)
         temperature = jnp.where(scored, rows.targets(batch.temperature), 1.0)
-        by_rows = (states, rows.targets(batch.tokens), temperature)
-        found = over_rows(walk, self.mesh, self.rules)(by_rows, whole)
+        found = self.walk(
+            states, whole, heads, rows.targets(batch.tokens), temperature, scored, read
+        )
 
         def finish(x: Array) -> Array:
             mask = scored.reshape(scored.shape + (1,) * (x.ndim - 2))
@@ -217,10 +214,53 @@ class Policy:
 
         return {name: finish(x) for name, x in found.items()} | told
 
+    def walk(
+        self,
+        states: Mapping[str, Float[Array, "row token embed"]],
+        whole: Mapping[str, Params],
+        heads: Mapping[str, Head],
+        taken: Int[Array, "row token"],
+        temperature: Float[Array, "row token"],
+        scored: Bool[Array, "row token"],
+        read: Read,
+    ) -> dict[str, Array]:
+        """What ``read`` says of the logits that ``heads`` make of states, chunk after chunk, each
+        of them made again in the backward pass if the form says so. Where nothing is ``scored`` it
+        means nothing."""
+
+        def head(piece: Piece, wide: Mapping[str, Params]) -> dict[str, Array]:
+            hidden, _, temperature = piece
+            return {
+                name: heads[name](x, temperature, wide.get(name, {})) for name, x in hidden.items()
+            }
+
+        def devices_own(by_rows: Any, whole: Mapping[str, Params]) -> dict[str, Array]:
+            *pieces, scored = by_rows
+            # Gradients of chunks are added in float32, whatever the heads were gathered in.
+            wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), whole)
+            split = self.mesh is not None and self.mesh.size > ways(self.mesh, self.rules.rows)
+            if self.answers_only and not split:
+                every = head, read, tuple(pieces), wide, scored, self._limit
+                return chunks.over_some(*every, keep=not self.config.score_remat)
+            cut, join = self._chunks(*scored.shape)
+            each = lambda piece: read(head(piece, wide), piece[1])  # noqa: E731
+            if self.config.score_remat:
+                each = jax.checkpoint(each)
+            found = jax.lax.map(each, jax.tree.map(cut, tuple(pieces)))
+            return {name: join(x) for name, x in found.items()}
+
+        by_rows = (dict(states), taken, temperature, scored)
+        return over_rows(devices_own, self.mesh, self.rules)(by_rows, whole)
+
+    @property
+    def _limit(self) -> int:
+        return self.config.score_chunk_positions
+
     def _head(self, params: Params) -> dict[str, Array]:
         """What logits are made of beside the states, in the compute dtype; whole along the axes
         that split rows."""
-        axes, by_rows = transformer.logical_axes(self.config), set(self.rules.rows)
+        axes = transformer.logical_axes(self.config)
+        by_rows = {*self.rules.rows, *self.rules.tokens}
 
         def kept(logical: str | None) -> str | None:
             return logical if logical and not by_rows & set(self.rules[logical]) else None
@@ -254,8 +294,12 @@ class Policy:
         known, routing = model._before(params[who], rows, view, guidance)
 
         def logits(x: Array, temperature: Array, whole: Params) -> Array:
-            made = transformer.bind(model.config, {**params[who], **whole}).logits(x)
-            return made if model.config.outputs else made / temperature[:, None]
+            head = transformer.bind(model.config, {**params[who], **whole})
+            if model.config.outputs:
+                return head.logits(x)
+            if x.dtype == jnp.float32:  # of the few numbers that logits are linear in
+                return head.logits(x / temperature[:, None])
+            return head.logits(x) / temperature[:, None]
 
         return known, logits, routing
 
@@ -297,6 +341,7 @@ class Policy:
             self._by_rows(shown.tokens),
             self.mix,
             mask,
+            self._gathered,
         )
 
     def _chunks(
@@ -307,7 +352,7 @@ class Policy:
         A chunk takes a few tokens of every row, or, if the rows alone are too many, every n-th row:
         rows are a device's own.
         """
-        limit = self.config.score_chunk_positions
+        limit = self._limit
         strides = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= limit)
         count = -(-tokens // max(1, limit // (rows // strides)))
         width = -(-tokens // count)
@@ -327,87 +372,6 @@ class Policy:
 
         return cut, join
 
-    def prefill(
-        self, params: Params, tokens: Int[Array, "row token"], length: Int[Array, " row"]
-    ) -> tuple[Float[Array, "row vocab"], Cache, Int[Array, "row token layer k"] | None]:
-        """Logits after each prompt's last token, the prompts' keys and values ``[row kv_head token
-        size]``, and the experts chosen (-1 on padding; None of a dense model).
-
-        Prompts start at column 0 and are padded on the right; only one position a row reaches the
-        head.
-        """
-        model = transformer.bind(self.config, params)
-        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        inside = columns < length[:, None]
-        seen = transformer.visible(inside.astype(jnp.int32))
-        near = seen & (columns[:, :, None] - columns[:, None, :] < self.config.window)
-        sights = model.sights(seen, near, jnp.where(inside, columns, 0))
-        x, cache, mix, chosen = model.embed(tokens), [], self.mix, []
-        for index, layer in enumerate(model.layers()):
-            here, guide = sights[self.config.is_local(index)], Guide(inside, None, None)
-            x, keys, values, routing = layer(x, here, transformer.keep, guide, mix)
-            cache.append((keys, values))
-            chosen += [] if routing is None else [routing.chosen]
-        last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
-        return model.logits(model.norm(last)), tuple(cache), _stacked(chosen)
-
-    def decoder(self, params: Params) -> Callable[[Array, Array, Cache], Decoded]:
-        """One decoding step: (token [slot], place [slot], cache) -> (logits [slot vocab] in
-        float32, cache, experts chosen for the token [slot layer k] or None).
-
-        The token's keys and values go to ``place``; it sees places up to its own. The layers are
-        taken apart here, once, so that a loop around the step does not slice them again.
-        """
-        model = transformer.bind(self.config, params)
-        layers, mix, window = model.layers(), self.mix, self.config.window
-
-        def step(token: Array, place: Array, cache: Cache) -> Decoded:
-            slot = jnp.arange(token.shape[0])
-            back = place[:, None, None] - jnp.arange(cache[0][0].shape[2])[None, None, :]
-            sights = model.sights(back >= 0, (back >= 0) & (back < window), place[:, None])
-            guide = Guide(jnp.ones(token.shape, bool)[:, None], None, None)
-            x, grown, chosen = model.embed(token[:, None]), [], []
-            for index, layer in enumerate(layers):
-
-                def write(key: Array, value: Array, old: Any = cache[index]) -> Any:
-                    keys, values = old
-                    return keys.at[slot, :, place].set(key[:, :, 0]), values.at[slot, :, place].set(
-                        value[:, :, 0]
-                    )
-
-                here = sights[self.config.is_local(index)]
-                x, keys, values, routing = layer(x, here, write, guide, mix)
-                grown.append((keys, values))
-                chosen += [] if routing is None else [routing.chosen]
-            routes = _stacked(chosen)
-            logits = model.logits(model.norm(x[:, 0]))
-            return logits, tuple(grown), None if routes is None else routes[:, 0]
-
-        return step
-
-    def empty_cache(self, slots: int, places: int) -> Cache:
-        """Zeroed keys and values of the compute dtype, slots split like rows and heads like
-        parameters.
-        """
-        sharding = None
-        if self.mesh is not None:
-            sharding = NamedSharding(
-                self.mesh, spec(("rows", "kv_heads", None, "head"), self.rules)
-            )
-
-        def new(heads: int, size: int) -> Array:
-            shape = (slots, heads, places, size)
-            return jnp.zeros(shape, DTYPES[self.config.dtype], device=sharding)
-
-        config = self.config
-        heads = [config.kind(layer).kv_heads for layer in range(config.layers)]
-        return tuple((new(n, config.head_size), new(n, config.value_width)) for n in heads)
-
-
-def _stacked(chosen: Sequence[Array]) -> Array | None:
-    """Routes of each sparse layer, [row token k] -> [row token layer k]."""
-    return jnp.stack(chosen, axis=2) if chosen else None
-
 
 def scorer_name(who: str, view: str) -> str:
     """The key of a scorer's logits: "student" for the student on the plain row, else "who/view"."""
@@ -419,8 +383,11 @@ def build(
     mesh: Mesh | None,
     rules: Rules,
     others: Mapping[str, ModelConfig] | None = None,
+    *,
+    answers_only: bool = False,
 ) -> Policy:
-    """A policy, with the forms of the other models that score beside it.
+    """A policy, with the forms of the other models that score beside it, that reads answers only or
+    whole rows.
 
     Raises ValueError naming the field, its value and what is allowed if the mesh does not divide
     a model, or a model gives no logits over the student's vocabulary where it should.
@@ -458,6 +425,6 @@ def build(
                 f"{section}.vocab_size={form.vocab_size}; allowed: {config.vocab_size}, the "
                 "student's (logits are compared id by id)"
             )
-    policy = Policy(config, mesh, rules, tuple(sorted(others.items())))
+    policy = Policy(config, mesh, rules, tuple(sorted(others.items())), answers_only)
     policy.specs  # noqa: B018 - raises if two axes of a parameter claim one mesh axis
     return policy

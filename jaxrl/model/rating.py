@@ -1,5 +1,6 @@
 """What a policy that only reads thinks of whole texts: log-probs of responses after prompts."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ def _totals(
     policy: Policy, params: Mapping[str, Array], tokens: Any, begins: Any, ends: Any
 ) -> Float[Array, " row"]:
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    policy = dataclasses.replace(policy, answers_only=False)  # no token of a text is an action
     batch = _texts(tokens, place, place < ends[:, None])
     found = policy.score({STUDENT[0]: params}, batch, _read, (STUDENT,))
     response = (begins[:, None] <= place) & (place < ends[:, None])

@@ -1,134 +1,41 @@
 """Continuously batched generation with a KV cache: token ids in, token ids and log-probs out.
 
 A fixed number of slots decode side by side, in one device loop until enough of them have ended;
-then the host reads what is finished and refills the free slots from the queue. Requests that share
-a prompt (a group) share its prefill. One prefill and one decode program is compiled for each prompt
-bucket, and the cache of a bucket is no longer than its requests can get.
+then the host reads what is finished and refills the free slots from the queue. Prompts lie in rows
+of their own, apart from what is said after them: the samples of a group share their prompt's row,
+which is held once and read once a step for all of them, and a later prompt goes on from what is
+there (``seats.py``). Prompts are read in pieces of one size (``decoding.py``), so that neither the
+memory of reading nor any compiled shape depends on their lengths. Programs are compiled for each
+prompt bucket, which says how long its rows are, once for groups and once for prompts that go alone.
 
-    logp = log_softmax(logits / T)[token]     in float32, over the whole vocabulary, never above 0
-    key  = fold_in(fold_in(fold_in(run key, group), sample), index of the new token)
-
-so that a sample depends on nothing but its request and the weights: not on its slot, its neighbours
-or the attempt. The draw inverts the cumulative distribution with one uniform number a token, where
-Gumbel noise takes one a vocabulary entry.
+A sample depends on nothing but its request and the weights: not on its slot, its neighbours or the
+attempt (``drawing.py`` says what its key is).
 """
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array
 
-from jaxrl.mesh import require_divisible, spec, ways
-from jaxrl.model.policy import Cache, Policy, build
+from jaxrl.mesh import require_divisible
+from jaxrl.model.decoding import Pieces
+from jaxrl.model.drawing import FIRST_CALL
+from jaxrl.model.policy import Policy, build
+from jaxrl.model.programs import MAX_STOP_IDS, Admission, Held, Programs, Slots
+from jaxrl.model.seats import Layout, Prompt, Seats, layouts
 from jaxrl.model.versions import read_weights
 from jaxrl.pool.contract import Completion, Request
 from jaxrl.pool.rollout import StopReason, Version
 
-MAX_STOP_IDS = 8  # stop ids a request may have; a compiled width
-PREFILL_POSITIONS = 2048  # prompt positions of one prefill call, on a device
-REFILL_FRACTION = 4  # refill once 1/4 of the slots is free: a prefill has a fixed width
-VOCAB_BLOCK = 128  # entries of the inner of the two cumulative sums of a draw
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """Everything that lives on the device between two calls; donated from one to the next."""
-
-    cache: Cache
-    token: Int[Array, " slot"]  # the newest token, not yet in the cache
-    place: Int[Array, " slot"]  # where it will go
-    made: Int[Array, " slot"]  # new tokens so far
-    active: Bool[Array, " slot"]
-    stopped: Bool[Array, " slot"]  # ended by a stop id, not by its limit
-    key: UInt32[
-        Array, "slot 2"
-    ]  # of the sample; the index of the new token is folded in at each draw
-    temperature: Float[Array, " slot"]
-    limit: Int[Array, " slot"]
-    stop: Int[Array, "slot stop"]  # -1 where unused
-    tokens: Int[Array, "slot new"]
-    logp: Float[Array, "slot new"]
-    routes: Int[Array, "slot place layer k"] | None  # -1 where none; None if not recorded
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """Which requests go to which slots: one entry a slot, unused entries having ``slot`` beyond the
-    last.
-    """
-
-    slot: Any
-    row: Any  # of the prompt in this prefill call
-    length: Any
-    group: Any
-    sample: Any
-    temperature: Any
-    limit: Any
-    stop: Any
-
-
-def first(mask: Bool[Array, "row entry"], otherwise: Int[Array, " row"]) -> Int[Array, " row"]:
-    """Index of the first true entry of each row, ``otherwise`` where there is none."""
-    return jnp.where(mask.any(-1), jnp.argmax(mask, -1), otherwise)
-
-
-def invert(mass: Float[Array, "row vocab"], uniform: Float[Array, " row"]) -> Int[Array, " row"]:
-    """The entry whose stretch of the cumulative mass holds ``uniform * total``; never one of zero
-    mass.
-
-    In two steps, over blocks and inside the block found, so that the long cumulative sum is short.
-    Parallel sums are not monotone in the last bit: entries of zero mass are refused by name, and a
-    target that rounding leaves past the end goes to the largest entry.
-    """
-    rows, vocab = mass.shape
-    block = min(vocab, VOCAB_BLOCK)
-    mass = jnp.pad(mass, ((0, 0), (0, -vocab % block))).reshape(rows, -1, block)
-    total = mass.sum(-1)
-    upto = jnp.cumsum(total, -1)
-    target = uniform * upto[:, -1]
-    chosen = first((upto > target[:, None]) & (total > 0), jnp.argmax(total, -1))
-    take = functools.partial(jnp.take_along_axis, indices=chosen[:, None], axis=1)
-    rest = target - (take(upto) - take(total))[:, 0]
-    inner = jnp.take_along_axis(mass, chosen[:, None, None], axis=1)[:, 0]
-    within = first((jnp.cumsum(inner, -1) > rest[:, None]) & (inner > 0), jnp.argmax(inner, -1))
-    return (chosen * block + within).astype(jnp.int32)
-
-
-def draw(
-    logits: Float[Array, "slot vocab"],
-    key: UInt32[Array, "slot 2"],
-    index: Int[Array, " slot"],
-    temperature: Float[Array, " slot"],
-) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
-    """One token for each slot and its log-prob. Temperature 0 is greedy, its log-prob that of
-    temperature 1.
-    """
-    greedy = temperature == 0
-    logits = logits / jnp.where(greedy, 1, temperature)[:, None]
-    top = logits.max(-1, keepdims=True)
-    mass = jnp.exp(logits - top)
-    uniform = jax.vmap(
-        lambda data, i: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), i))
-    )(key, index)
-    token = jnp.where(greedy, jnp.argmax(logits, -1).astype(jnp.int32), invert(mass, uniform))
-    taken = jnp.take_along_axis(logits, token[:, None], axis=-1) - top
-    return token, jnp.minimum(taken[:, 0] - jnp.log(mass.sum(-1)), 0)
-
-
-def sample_keys(seed: int, group: Array, sample: Array) -> UInt32[Array, "slot 2"]:
-    """fold_in(fold_in(run key, group), sample) of each entry, as key data."""
-    run = jax.random.key(seed)
-    keys = jax.vmap(lambda g, s: jax.random.fold_in(jax.random.fold_in(run, g), s))(group, sample)
-    return jax.random.key_data(keys)
+PIECE = 128  # tokens of a prompt that are read at once, and the grain of what is gone on from
+READ_POSITIONS = 2048  # prompt positions of one reading, on a device
+REFILL_FRACTION = 4  # refill once 1/4 of the slots is free: a reading has a fixed width
 
 
 class Sampler:
@@ -137,9 +44,10 @@ class Sampler:
 
     ``slots`` sequences decode side by side; ``prompt_buckets`` are the prompt lengths that are
     compiled, in tokens, the longest being the limit; ``max_new_tokens`` is the most that a request
-    may ask for. With ``record_routes`` completions carry the experts that each token went through.
-    Raises ValueError naming the field, its value and what is allowed. ``mesh`` may be
-    another than the policy's: weights are loaded onto it.
+    may ask for; groups of ``samples_per_prompt`` are expected, and others served all the same. With
+    ``record_routes`` completions carry the experts that each token went through. Raises ValueError
+    naming the field, its value and what is allowed. ``mesh`` may be another than the policy's:
+    weights are loaded onto it.
     """
 
     def __init__(
@@ -151,19 +59,23 @@ class Sampler:
         slots: int,
         prompt_buckets: Sequence[int],
         max_new_tokens: int,
+        samples_per_prompt: int,
         record_routes: bool,
     ) -> None:
-        self.policy = build(policy.config, mesh, policy.rules)
-        if slots < 1 or max_new_tokens < 1:
+        # Decoding has one token a row: what splits tokens of rows splits slots instead.
+        rows = (*policy.rules.rows, *policy.rules.tokens)
+        rules = dataclasses.replace(policy.rules, rows=rows, tokens=())
+        self.policy = build(policy.config, mesh, rules)
+        if min(slots, max_new_tokens, samples_per_prompt) < 1:
             raise ValueError(
-                f"sampler.slots={slots}, sampler.max_new_tokens={max_new_tokens}: "
-                "each must be at least 1"
+                f"sampler.slots={slots}, sampler.max_new_tokens={max_new_tokens}, "
+                f"samples_per_prompt={samples_per_prompt}: each must be at least 1"
             )
         if not prompt_buckets or min(prompt_buckets) < 1:
             raise ValueError(
                 f"sampler.prompt_buckets={tuple(prompt_buckets)!r}: at least one, all positive"
             )
-        require_divisible("sampler.slots", slots, mesh, policy.rules.rows)
+        require_divisible("sampler.slots", slots, mesh, rows)
         if record_routes and not policy.config.sparse_layers:
             raise ValueError(
                 "sampler.record_routes=True; allowed: False (model.experts.count=0: no routes)"
@@ -173,18 +85,24 @@ class Sampler:
         self.slots = slots
         self.prompt_buckets = tuple(sorted(set(prompt_buckets)))
         self.max_new_tokens = max_new_tokens
+        self.samples_per_prompt = samples_per_prompt
         self.version: Version | None = None
         self._params: dict[str, Array] = {}
-        self._idle: dict[int, Slots] = {}  # the device state of each bucket, between two calls
-        self._traces: collections.Counter[str] = collections.Counter()
-        shardings = self._shardings()
-        self._prefill = jax.jit(self._admit, donate_argnums=1, out_shardings=shardings)
-        self._decode = jax.jit(self._advance, donate_argnums=1, out_shardings=shardings)
+        self._prompts: dict[int, tuple[list[Seats], Held]] = {}  # of each bucket, between calls
+        self._state: Slots | None = None  # between calls
+        self._programs = Programs(
+            self.policy,
+            seed=seed,
+            slots=slots,
+            max_new_tokens=max_new_tokens,
+            record_routes=record_routes,
+        )
 
     @property
     def compilations(self) -> dict[str, int]:
-        """How often each program was traced: ``prefill/<bucket>`` and ``decode/<bucket>``."""
-        return dict(self._traces)
+        """How often each program was traced: ``admit``, and ``read``, ``copy`` and ``decode``, each
+        ``/<rows> x <places>`` of the prompts."""
+        return dict(self._programs.traces)
 
     def load(self, version: Version, path: str) -> None:
         """Take published weights and forget all that was computed with the old ones.
@@ -197,7 +115,7 @@ class Sampler:
         if held != version:
             raise ValueError(f"{path} holds {held}, asked for was {version}")
         self._params, self.version = params, version
-        self._idle.clear()
+        self._prompts.clear()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests.
@@ -241,6 +159,8 @@ class Sampler:
             ),
             (0 <= request.group < 2**32, f"group={request.group}; allowed: 0 to 2**32 - 1"),
             (0 <= request.sample < 2**32, f"sample={request.sample}; allowed: 0 to 2**32 - 1"),
+            (0 <= request.call < FIRST_CALL, f"call={request.call}; allowed: 0 to 2**31 - 1"),
+            (0 <= request.first < FIRST_CALL, f"first={request.first}; allowed: 0 to 2**31 - 1"),
         )
         for passed, fault in checks:
             if not passed:
@@ -262,218 +182,195 @@ class Sampler:
         """Serve one bucket's requests. The only wait for the device is the read after each decode
         loop.
         """
-        assert self.version is not None
-        queue = collections.deque((index, requests[index]) for index in indices)
-        state = self._idle.pop(bucket, None) or self._empty(bucket)
+        queue: dict[Prompt, collections.deque[int]] = {}
+        for index in indices:
+            queue.setdefault(tuple(requests[index].prompt), collections.deque()).append(index)
+        programs = self._programs
+        layout = self._layout(bucket, [len(waiting) for waiting in queue.values()])
+        places, held = self._prompts.pop(bucket, ([], None))
+        if held is None or places[0].layout != layout:
+            del held  # before another is made
+            places = [Seats(layout) for _ in range(programs.devices)]
+            held = jax.device_put(programs.no_prompts(layout), programs.shardings[0])
+        state, self._state = self._state, None
+        if state is None:
+            state = jax.device_put(programs.no_requests(), programs.shardings[1])
         holder: dict[int, int] = {}  # slot -> index of its request
-        free = list(range(self.slots))
         while queue or holder:
-            while queue and free:
-                prompts, lengths, admission = self._plan(bucket, queue, free, holder)
-                state = self._prefill(self._params, state, prompts, lengths, admission)
-            enough = self.slots - -(-self.slots // REFILL_FRACTION) if queue else 0
-            state = self._decode(self._params, state, enough)
-            active, stopped, made, tokens, logp = jax.device_get(
-                (state.active, state.stopped, state.made, state.tokens, state.logp)
-            )
-            ended = [slot for slot in holder if not active[slot]]
-            routes = np.asarray(state.routes) if ended and state.routes is not None else None
-            for slot in ended:
-                count, index = made[slot], holder.pop(slot)
-                length = len(requests[index].prompt) + count
-                found[index] = Completion(
-                    tokens=tokens[slot, :count].copy(),
-                    logp=logp[slot, :count].copy(),
-                    version=self.version,
-                    stop_reason=StopReason.STOP if stopped[slot] else StopReason.LENGTH,
-                    routes=None if routes is None else routes[slot, :length].copy(),
-                )
-                free.append(slot)
-        self._idle[bucket] = state
+            while taken := dict(self._seated(places, queue)):
+                for copies in self._copying(places):
+                    held = programs.copy(held, *copies)
+                for pieces in self._reading(places):
+                    held = programs.read(self._params, held, *pieces)
+                for device in places:
+                    device.done()
+                plan = self._plan(requests, taken)
+                state = programs.admit(self._params, held.state, state, plan)
+                holder |= {slot: index for slot, (index, _) in taken.items()}
+            enough = max(len(holder) - -(-self.slots // REFILL_FRACTION), 0) if queue else 0
+            seat, slot = self._who(places)
+            state = programs.decode(self._params, held.cache, state, seat, slot, enough)
+            self._collect(requests, held, state, places, holder, found)
+        self._prompts[bucket], self._state = (places, held), state
 
-    def _plan(
+    def _collect(
         self,
-        bucket: int,
-        queue: collections.deque[tuple[int, Request]],
-        free: list[int],
+        requests: Sequence[Request],
+        held: Held,
+        state: Slots,
+        places: Sequence[Seats],
         holder: dict[int, int],
-    ) -> tuple[np.ndarray, np.ndarray, Admission]:
-        """Move requests from the queue to free slots, as many as one prefill call takes; equal
-        prompts share a row.
-        """
-        width = self._prefill_rows(bucket)
-        rows: dict[tuple[int, ...], int] = {}
-        prompts = np.zeros((width, bucket), np.int32)
-        lengths = np.ones(width, np.int32)
-        plan = self._vacant()
-        entry = 0
-        while queue and free:
-            index, request = queue[0]
-            prompt = tuple(request.prompt)
-            if prompt not in rows:
-                if len(rows) == width:
-                    break
-                rows[prompt] = len(rows)
-                prompts[rows[prompt], : len(prompt)] = prompt
-                lengths[rows[prompt]] = len(prompt)
-            queue.popleft()
-            slot = free.pop()
-            holder[slot] = index
-            plan.slot[entry], plan.row[entry], plan.length[entry] = slot, rows[prompt], len(prompt)
-            plan.group[entry], plan.sample[entry] = request.group, request.sample
-            plan.temperature[entry], plan.limit[entry] = request.temperature, request.max_new_tokens
-            plan.stop[entry, : len(request.stop_ids)] = sorted(request.stop_ids)
-            entry += 1
-        return prompts, lengths, plan
-
-    def _vacant(self) -> Admission:
-        """A plan that admits nobody."""
-        whole = functools.partial(np.zeros, self.slots)
-        return Admission(
-            slot=np.full(self.slots, self.slots, np.int32),
-            row=whole(np.int32),
-            length=np.ones(self.slots, np.int32),
-            group=whole(np.uint32),
-            sample=whole(np.uint32),
-            temperature=np.ones(self.slots, np.float32),
-            limit=np.ones(self.slots, np.int32),
-            stop=np.full((self.slots, MAX_STOP_IDS), -1, np.int32),
+        found: dict[int, Completion],
+    ) -> None:
+        """Completions of the slots that have ended; these leave their seats."""
+        assert self.version is not None
+        active, stopped, made, tokens, logp = jax.device_get(
+            (state.active, state.stopped, state.made, state.tokens, state.logp)
         )
-
-    def _admit(
-        self, params: Any, state: Slots, prompts: Array, lengths: Array, plan: Admission
-    ) -> Slots:
-        """Prefill prompts, copy their keys and values to the slots of their requests, draw the
-        first tokens.
-        """
-        bucket = prompts.shape[1]
-        self._traces[f"prefill/{bucket}"] += 1
-        logits, cache, chosen = self.policy.prefill(params, prompts, lengths)
-        key = sample_keys(self.seed, plan.group, plan.sample)
-        token, logp = draw(logits[plan.row], key, jnp.zeros_like(plan.row), plan.temperature)
-        stopped = (token[:, None] == plan.stop).any(-1)
-
-        def put(old: Array, new: Array) -> Array:
-            return old.at[plan.slot].set(new, mode="drop")
-
-        def copy(old: Array, new: Array) -> Array:
-            return old.at[plan.slot, :, :bucket].set(new[plan.row], mode="drop")
-
-        routes = state.routes
-        if routes is not None and chosen is not None:
-            after = routes.shape[1] - bucket  # what an earlier request left there
-            shown = jnp.pad(chosen, ((0, 0), (0, after), (0, 0), (0, 0)), constant_values=-1)
-            routes = put(routes, shown[plan.row].astype(routes.dtype))
-
-        return Slots(
-            cache=jax.tree.map(copy, state.cache, cache),
-            token=put(state.token, token),
-            place=put(state.place, plan.length),
-            made=put(state.made, jnp.ones_like(plan.limit)),
-            active=put(state.active, ~stopped & (plan.limit > 1)),
-            stopped=put(state.stopped, stopped),
-            key=put(state.key, key),
-            temperature=put(state.temperature, plan.temperature),
-            limit=put(state.limit, plan.limit),
-            stop=put(state.stop, plan.stop),
-            tokens=state.tokens.at[plan.slot, 0].set(token, mode="drop"),
-            logp=state.logp.at[plan.slot, 0].set(logp, mode="drop"),
-            routes=routes,
-        )
-
-    def _advance(self, params: Any, state: Slots, enough: Array) -> Slots:
-        """Decode until at most ``enough`` slots are active."""
-        self._traces[f"decode/{state.cache[0][0].shape[2] - self.max_new_tokens}"] += 1
-        step = self.policy.decoder(params)
-        slot = jnp.arange(self.slots)
-
-        def body(s: Slots) -> Slots:
-            logits, cache, chosen = step(s.token, s.place, s.cache)
-            token, logp = draw(logits, s.key, s.made, s.temperature)
-            where = jnp.where(s.active, s.made, self.max_new_tokens)  # out of range is dropped
-            stopped = s.active & (token[:, None] == s.stop).any(-1)
-            made = s.made + s.active
-            routes = s.routes
-            if routes is not None and chosen is not None:
-                went = jnp.where(s.active, s.place, routes.shape[1])
-                routes = routes.at[slot, went].set(chosen.astype(routes.dtype), mode="drop")
-            return dataclasses.replace(
-                s,
-                cache=cache,
-                token=jnp.where(s.active, token, s.token),
-                place=s.place + s.active,
-                made=made,
-                active=s.active & ~stopped & (made < s.limit),
-                stopped=s.stopped | stopped,
-                tokens=s.tokens.at[slot, where].set(token, mode="drop"),
-                logp=s.logp.at[slot, where].set(logp, mode="drop"),
-                routes=routes,
+        ended = [slot for slot in holder if not active[slot]]
+        routes = jax.device_get((held.routes, state.routes)) if ended else (None, None)
+        for slot in ended:
+            count, index = made[slot], holder.pop(slot)
+            device, own = divmod(slot, places[0].layout.slots)
+            went = None
+            if routes[0] is not None and routes[1] is not None:
+                row = places[device].seat[own] // places[0].layout.seats
+                asked = routes[0][device * places[0].layout.rows + row]
+                asked = asked[: len(requests[index].prompt)]
+                went = np.concatenate([asked, routes[1][slot, :count]])
+            found[index] = Completion(
+                tokens=tokens[slot, :count].copy(),
+                logp=logp[slot, :count].copy(),
+                version=self.version,
+                stop_reason=StopReason.STOP if stopped[slot] else StopReason.LENGTH,
+                routes=went,
             )
+            places[device].leave(own)
 
-        return jax.lax.while_loop(lambda s: s.active.sum() > enough, body, state)
-
-    def _prefill_rows(self, bucket: int) -> int:
-        """Prompts of one prefill call: about PREFILL_POSITIONS on each device, no more than there
-        are slots.
-        """
-        devices = ways(self.policy.mesh, self.policy.rules.rows)
-        return min(self.slots, max(1, PREFILL_POSITIONS // bucket) * devices)
+    def cached_places(self, bucket: int) -> int:
+        """Places of keys and values that a bucket's groups take, on all devices."""
+        layout = self._layout(bucket, [self.samples_per_prompt])
+        rows = layout.rows * self._programs.devices
+        return rows * layout.places + self.slots * self.max_new_tokens
 
     def lowered(self, bucket: int) -> dict[str, Any]:
-        """The two programs of a prompt bucket, lowered from shapes on the mesh: ``prefill`` and
-        ``decode``. No weights are needed.
+        """The two large programs of a prompt bucket's groups, lowered from shapes on the mesh:
+        ``prefill`` and ``decode``. No weights are needed.
         """
 
         def lying(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
+        programs, layout = self._programs, self._layout(bucket, [self.samples_per_prompt])
         params = jax.tree.map(lying, self.policy.shapes, self.policy.shardings)
-        empty = jax.eval_shape(lambda: self._blank(bucket))
-        state = jax.tree.map(lying, empty, self._shardings())
-        prompts = np.zeros((self._prefill_rows(bucket), bucket), np.int32)
-        plan = self._vacant()
-        prefill = self._prefill.lower(params, state, prompts, prompts[:, 0], plan)
-        decode = self._decode.lower(params, state, np.int32(0))
+        empty = jax.eval_shape(lambda: (programs.no_prompts(layout), programs.no_requests()))
+        held, state = jax.tree.map(lying, empty, programs.shardings)
+        seat, who = self._who([Seats(layout)] * programs.devices)
+        prefill = programs.read.lower(params, held, *self._no_pieces(layout))
+        decode = programs.decode.lower(params, held.cache, state, seat, who, np.int32(0))
         return {"prefill": prefill, "decode": decode}
 
-    def _empty(self, bucket: int) -> Slots:
-        """Slots without requests, on the devices."""
-        return jax.device_put(self._blank(bucket), self._shardings())
+    # -- what the host plans
 
-    def _blank(self, bucket: int) -> Slots:
-        """Slots without requests."""
-        slots, new = self.slots, self.max_new_tokens
-        zeros = functools.partial(np.zeros, slots)
-        named: dict[str, Any] = dict(
-            cache=self.policy.empty_cache(slots, bucket + new),
-            token=zeros(np.int32),
-            place=zeros(np.int32),
-            made=zeros(np.int32),
-            active=zeros(bool),
-            stopped=zeros(bool),
-            key=np.zeros((slots, 2), np.uint32),
-            temperature=np.ones(slots, np.float32),
-            limit=np.ones(slots, np.int32),
-            stop=np.full((slots, MAX_STOP_IDS), -1, np.int32),
-            tokens=np.zeros((slots, new), np.int32),
-            logp=np.zeros((slots, new), np.float32),
-            routes=None,
+    def _layout(self, bucket: int, samples: Sequence[int]) -> Layout:
+        """Of each device, for so many samples of each prompt: that of groups, unless prompts go
+        alone and are more than its rows.
+        """
+        devices = self._programs.devices
+        groups, alone = layouts(self.slots // devices, self.samples_per_prompt, bucket, PIECE)
+        rows = sum(-(-count // groups.seats) for count in samples)
+        shared = sum(samples) >= len(samples) * self.samples_per_prompt
+        return groups if shared or rows <= groups.rows * devices else alone
+
+    def _seated(
+        self, places: Sequence[Seats], queue: dict[Prompt, collections.deque[int]]
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Move requests from the queue to slots, as many as there is room for: (slot, (index of the
+        request, row's state)), numbered over all devices. Where the prompt lies comes first.
+        """
+        layout = places[0].layout
+        for prompt in list(queue):
+            waiting = queue[prompt]
+            while waiting and any(device.free for device in places):
+                near = sorted(
+                    range(len(places)),
+                    key=lambda d: (not places[d].holds(prompt), -len(places[d].free)),
+                )
+                sat = ((d, places[d].sit(prompt)) for d in near)
+                device, place = next(((d, p) for d, p in sat if p is not None), (0, None))
+                if place is None:
+                    break
+                row = device * layout.slots + place[1]
+                yield device * layout.slots + place[0], (waiting.popleft(), row)
+            if not waiting:
+                del queue[prompt]
+
+    def _copying(self, places: Sequence[Seats]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Rows that are copied: sources and targets of each device, and how many at most."""
+        slots = places[0].layout.slots
+        most = max(len(device.copies) for device in places)
+        if not most:
+            return
+        ends = np.full((len(places), slots, 2), (0, slots), np.int32)
+        for device, own in zip(places, ends, strict=True):
+            own[: len(device.copies)] = np.reshape(device.copies, (-1, 2))
+        yield ends[..., 0].reshape(-1), ends[..., 1].reshape(-1), most
+
+    def _reading(self, places: Sequence[Seats]) -> Iterator[tuple[Pieces, np.ndarray]]:
+        """Pieces of one call after another, and the row of each that ends its prompt."""
+        layout = places[0].layout
+        width = self._width(layout)
+        for begin in range(0, max(len(device.pieces) for device in places), width):
+            pieces, last = self._no_pieces(layout)
+            for d, device in enumerate(places):
+                for at, (row, start) in enumerate(device.pieces[begin : begin + width], d * width):
+                    tokens = device.tokens(row, start)
+                    pieces.tokens[at, : len(tokens)] = tokens
+                    pieces.row[at], pieces.start[at], pieces.count[at] = row, start, len(tokens)
+                    last[at] = row if device.ends(row, start) else layout.slots
+            yield pieces, last
+
+    def _width(self, layout: Layout) -> int:
+        """Pieces of one reading, on each device: about READ_POSITIONS, no more than rows hold."""
+        most = layout.rows * (layout.places // layout.piece)
+        return min(most, max(1, READ_POSITIONS // layout.piece))
+
+    def _no_pieces(self, layout: Layout) -> tuple[Pieces, np.ndarray]:
+        """A reading of nothing."""
+        count = self._width(layout) * self._programs.devices
+        nowhere: Any = np.full(count, layout.slots, np.int32)
+        zeros: Any = functools.partial(np.zeros, dtype=np.int32)
+        pieces = Pieces(zeros((count, layout.piece)), nowhere, zeros(count), zeros(count))
+        return pieces, nowhere.copy()
+
+    def _who(self, places: Sequence[Seats]) -> tuple[np.ndarray, np.ndarray]:
+        """The seat of each slot, and who has each seat."""
+        seat = np.zeros((len(places), places[0].layout.slots), np.int32)
+        for device, own in zip(places, seat, strict=True):
+            own[list(device.seat)] = list(device.seat.values())
+        return seat.reshape(-1), np.concatenate([device.slots for device in places])
+
+    def _plan(self, requests: Sequence[Request], taken: dict[int, tuple[int, int]]) -> Admission:
+        """What those who have just sat down ask for."""
+        whole = functools.partial(np.zeros, self.slots)
+        plan = Admission(
+            fresh=whole(bool),
+            row=whole(np.int32),
+            length=np.ones(self.slots, np.int32),
+            group=whole(np.uint32),
+            sample=whole(np.uint32),
+            call=whole(np.uint32),
+            first=whole(np.int32),
+            temperature=np.ones(self.slots, np.float32),
+            limit=np.ones(self.slots, np.int32),
+            stop=np.full((self.slots, MAX_STOP_IDS), -1, np.int32),
         )
-        if self.record_routes:
-            config = self.policy.config
-            each = (len(config.sparse_layers), config.experts.per_token)
-            named["routes"] = np.full((slots, bucket + new, *each), -1, np.int16)
-        return Slots(**named)
-
-    def _shardings(self) -> Any:
-        """Slots over the axes of rows, heads of the cache over theirs; None without a mesh."""
-        policy = self.policy
-        if policy.mesh is None:
-            return None
-        rows = NamedSharding(policy.mesh, spec(("rows",), policy.rules))
-        heads = NamedSharding(policy.mesh, spec(("rows", "kv_heads", None, "head"), policy.rules))
-        names = (field.name for field in dataclasses.fields(Slots))
-        cache = tuple((heads, heads) for _ in range(policy.config.layers))
-        named: dict[str, Any] = {name: cache if name == "cache" else rows for name in names}
-        named["routes"] = rows if self.record_routes else None
-        return Slots(**named)
+        for slot, (index, row) in taken.items():
+            request = requests[index]
+            plan.fresh[slot], plan.row[slot] = True, row
+            plan.length[slot] = len(request.prompt)
+            plan.group[slot], plan.sample[slot] = request.group, request.sample
+            plan.call[slot], plan.first[slot] = request.call, request.first
+            plan.temperature[slot], plan.limit[slot] = request.temperature, request.max_new_tokens
+            plan.stop[slot, : len(request.stop_ids)] = sorted(request.stop_ids)
+        return plan

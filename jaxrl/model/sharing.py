@@ -52,7 +52,7 @@ class SharedMask:
         if not first:
             return found
         query, key, value = query[:, :, :first], key[:, :, :first], value[:, :, :first]
-        before = attend(query, key, value, self.prefix, scale=scale, sink=sink)
+        before = attend(query, key, value, self.prefix, scale=scale, sink=sink, causal=True)
         return jnp.concatenate([before, found], axis=2)
 
     def _bins(

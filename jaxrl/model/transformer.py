@@ -25,7 +25,18 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl.model import novelty
 from jaxrl.model.attention import Fused
 from jaxrl.model.form import DTYPES, REMAT, ModelConfig, stacks
-from jaxrl.model.layers import Block, Guide, Linear, Mixture, RMSNorm, Routing, Sight, sight
+from jaxrl.model.layers import (
+    Block,
+    Guide,
+    Linear,
+    Mixture,
+    Remember,
+    RMSNorm,
+    Routing,
+    Sight,
+    keep,
+    sight,
+)
 from jaxrl.model.sharing import Bins, SharedMask, shared_masks, visible
 
 # Stacks up to this depth are unrolled inside the scan: its copies of what the backward pass needs
@@ -124,6 +135,7 @@ class Decoder(nnx.Module):
         guidance: Guidance = UNGUIDED,
         bins: Bins | None = None,
         fused: Fused | None = None,
+        remember: Remember = keep,
     ) -> tuple[Float[Array, "row token embed"], Routing | None]:
         """Last hidden states; a token sees the earlier tokens of its own segment and itself, and in
         rows of ``bins`` the prefix. Beside them what the sparse layers did: ``chosen[row token
@@ -131,7 +143,7 @@ class Decoder(nnx.Module):
         far, close = self.sights(*self._masks(position, segment, bins), position)
         sights = far.by(fused, segment), close.by(fused, segment)
         x, _, routing = self._through(
-            tokens, segment, sights, constrain, mix, guidance, lambda x: None
+            tokens, segment, sights, constrain, mix, guidance, lambda x: None, remember
         )
         return self.norm(x), routing
 
@@ -143,6 +155,7 @@ class Decoder(nnx.Module):
         constrain: Callable[[Array], Array],
         mix: Mixture,
         mask: Bool[Array, "row token"],
+        remember: Remember = keep,
     ) -> Float[Array, "row layer embed"]:
         """Mean over a row's counted tokens of the states at ``novelty.depths``, in float32; 0 where
         none counts.
@@ -152,7 +165,9 @@ class Decoder(nnx.Module):
             return novelty.pooled(x, mask)
 
         sights = self.sights(*self._masks(position, segment, None), position)
-        _, after, _ = self._through(tokens, segment, sights, constrain, mix, UNGUIDED, pool)
+        _, after, _ = self._through(
+            tokens, segment, sights, constrain, mix, UNGUIDED, pool, remember
+        )
         each = jnp.concatenate([pool(self.embed(tokens))[None], after])
         return jnp.moveaxis(each[jnp.array(novelty.depths(after.shape[0]))], 0, 1)
 
@@ -175,12 +190,13 @@ class Decoder(nnx.Module):
         mix: Mixture,
         guidance: Guidance,
         note: Callable[[Array], Any],
+        remember: Remember,
     ) -> tuple[Array, Any, Routing | None]:
         """The states after the last block, what ``note`` says of those after each, the routing."""
         counted = segment > 0
         x, noted, routings = constrain(self.embed(tokens)), [], []
         for run in runs(self.config):
-            body, xs = self._body(run, sights, counted, guidance, mix)
+            body, xs = self._body(run, sights, counted, guidance, mix, remember)
 
             def step(x: Array, layer: Any, body: Any = body) -> tuple[Array, Any]:
                 x, routing = body(x, layer)
@@ -211,7 +227,13 @@ class Decoder(nnx.Module):
         return jax.checkpoint(step, policy=policy)
 
     def _body(
-        self, run: Run, sights: tuple[Sight, Sight], counted: Array, guidance: Guidance, mix: Any
+        self,
+        run: Run,
+        sights: tuple[Sight, Sight],
+        counted: Array,
+        guidance: Guidance,
+        mix: Any,
+        remember: Remember,
     ) -> tuple[Any, Any]:
         """What one layer of a run does, and what each of them is given."""
         definition, stacked = nnx.split(vars(self)[run.stack])
@@ -232,7 +254,7 @@ class Decoder(nnx.Module):
             everywhere, near = sights
             here = everywhere.or_local(near, local) if mixed else sights[flags[0]]
             guide = Guide(counted, recorded, share)
-            x, _, _, routing = nnx.merge(definition, params)(x, here, keep, guide, mix)
+            x, _, _, routing = nnx.merge(definition, params)(x, here, remember, guide, mix)
             return x, routing
 
         return body, (params, jnp.array(flags) if mixed else None, recorded, share)
@@ -267,11 +289,6 @@ class Decoder(nnx.Module):
         return logits + head.added(hidden) if head is not None and head.adapted else logits
 
 
-def keep(key: Array, value: Array) -> tuple[Array, Array]:
-    """New keys and values are all that there is to attend to."""
-    return key, value
-
-
 def name_of(path: tuple[Any, ...]) -> str:
     """A parameter's name: its path in the module joined with ``/``."""
     return "/".join(str(part) for part in path)
@@ -297,6 +314,17 @@ def shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
+def read_in(config: ModelConfig) -> dict[str, Any]:
+    """The dtype that parameters are cast to wherever they are read, by name: what nobody trains
+    may be held in it, and gives the same bits. Norms, biases and routers are read in float32."""
+    cast = {"embedding", "kernel", "gate", "up", "down", "adapter_in", "adapter_out"}
+    return {
+        name: DTYPES[config.dtype]
+        for name in shapes(config)
+        if name.split("/")[-1] in cast and not name.endswith("router/kernel")
+    }
+
+
 def logical_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
     """Logical axes of each parameter, by name; those of blocks have ``layers`` in front."""
     named = {}
@@ -310,6 +338,14 @@ def head_names(config: ModelConfig) -> list[str]:
     """The parameters that ``Decoder.logits`` reads."""
     own = [name for name in shapes(config) if name.split("/")[0] in ("head", "output")]
     return own or ["embedding"]
+
+
+def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+    """The same model with a head of its own: the embedding's numbers, if they were tied."""
+    if not config.tied_head:
+        return config, params
+    head = jnp.swapaxes(params["embedding"], 0, 1)
+    return dataclasses.replace(config, tied_head=False), {**params, "head/kernel": head}
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:

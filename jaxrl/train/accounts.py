@@ -19,6 +19,8 @@ class Account:
     running_s: float = 0.0  # wall clock of the loop, without compilation and evaluation
     take_s: float = 0.0  # of that, in takes
     compile_s: float = 0.0
+    beyond: int = 0  # takes in a row in which a curve was out of the bounds of train.stop
+    stopped: str = ""  # why the phase ended early, "" if it did not
 
     def add(
         self,

@@ -5,6 +5,7 @@ whole update, so that losses, gradients and diagnostics of micro-batches are add
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,13 +17,17 @@ from jaxtyping import Array, Float
 from jaxrl.algorithms.contract import Algorithm, Lesson, Reading
 from jaxrl.batch import Batch, Credit
 from jaxrl.mesh import batch_sharding, spec
-from jaxrl.train import routing
+from jaxrl.train import routing, spread
 from jaxrl.train.routing import GuidedScorer, Loads, RoutingConfig
 from jaxrl.train.state import STUDENT, Params, Scorer
 
 # Names that no kernel gives: they have a slash.
 ADVANTAGE = "credit/advantage"
 ADVANTAGE_SQUARE = "credit/advantage_square"
+RATIO = "ratio"  # what kernels call the new policy over the old one; its logarithm is spread
+
+OBSERVED = "observed/"  # before the names of what is seen on the way
+LOGP = "logp"  # what algorithms call the student's own log-probs, where they read them
 
 Models = Mapping[str, Params]
 Taken = tuple[Batch, Reading, Credit | None]
@@ -36,6 +41,7 @@ class Tally:
     total: Float[Array, ""]
     weight: Float[Array, ""]
     peak: Float[Array, ""]
+    counts: Float[Array, " bin"] | None = None  # see spread.py; None: not asked for
 
     @property
     def mean(self) -> Float[Array, ""]:
@@ -51,12 +57,13 @@ class Tally:
 
     def only_if(self, counts: Array) -> "Tally":
         """The same, or one of nothing."""
-        return jax.tree.map(lambda x, none: jnp.where(counts, x, none), self, nothing())
+        return jax.tree.map(lambda x, none: jnp.where(counts, x, none), self, nothing(self))
 
 
-def nothing() -> Tally:
+def nothing(like: Tally) -> Tally:
     """The tally that changes no other."""
-    return Tally(jnp.zeros(()), jnp.zeros(()), jnp.full((), -jnp.inf))
+    counts = None if like.counts is None else jnp.zeros(like.counts.shape)
+    return Tally(jnp.zeros(()), jnp.zeros(()), jnp.full((), -jnp.inf), counts)
 
 
 def tally(x: Array, weight: Array) -> Tally:
@@ -73,6 +80,7 @@ def combine(a: Mapping[str, Tally], b: Mapping[str, Tally]) -> dict[str, Tally]:
             a[name].total + b[name].total,
             a[name].weight + b[name].weight,
             jnp.maximum(a[name].peak, b[name].peak),
+            jax.tree.map(jnp.add, a[name].counts, b[name].counts),
         )
         for name in a
     }
@@ -122,9 +130,11 @@ def _select(reading: Reading, batch: Batch) -> Reading:
     }
 
 
-def _tallies(diagnostics: Mapping[str, Array], batch: Batch, credit: Credit) -> dict[str, Tally]:
+def _tallies(
+    diagnostics: Mapping[str, Array], batch: Batch, credit: Credit, spreads: bool
+) -> dict[str, Tally]:
     """Diagnostics under the size of the loss's weights (that of a rollout: its tokens' together),
-    and the advantage over action tokens.
+    and the advantage over action tokens. With ``spreads`` advantages and ratios are counted.
     """
     size = jnp.abs(credit.weight)
     of_rollout = jnp.zeros(batch.valid.shape, size.dtype).at[batch.rollout].add(size.sum(-1))
@@ -133,8 +143,15 @@ def _tallies(diagnostics: Mapping[str, Array], batch: Batch, credit: Credit) -> 
         for name, x in diagnostics.items()
     }
     advantage = credit.advantage.astype(jnp.float32)
+    told = tally(advantage, batch.acted)
+    if spreads:
+        told = dataclasses.replace(told, counts=spread.counts(advantage, batch.acted))
+    if spreads and RATIO in diagnostics:
+        ratio = jax.lax.stop_gradient(diagnostics[RATIO])
+        bins = spread.counts(jnp.log(ratio), (size if ratio.ndim == 2 else of_rollout) > 0)
+        counted[RATIO] = dataclasses.replace(counted[RATIO], counts=bins)
     return counted | {
-        ADVANTAGE: tally(advantage, batch.acted),
+        ADVANTAGE: told,
         ADVANTAGE_SQUARE: tally(advantage**2, batch.acted),
     }
 
@@ -162,6 +179,8 @@ class Passes:
     mesh: Mesh
     who: str
     routing: RoutingConfig | None = None
+    spreads: bool = False  # count advantages and ratios in bins
+    observer: Algorithm | None = None  # what it observes is seen in the pass with a gradient
 
     @property
     def rows(self) -> NamedSharding:
@@ -186,8 +205,7 @@ class Passes:
 
         micros, _, _ = cut_taken((batch, {}, None), parts, self.rows)
         readings, loads = jax.lax.map(one, micros)
-        joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), readings)
-        joined = jax.lax.with_sharding_constraint(joined, self.rows)
+        joined = self._joined(readings)
         return jax.lax.stop_gradient((joined, jax.tree.map(lambda x: x.sum(0), loads)))
 
     def score(
@@ -201,49 +219,76 @@ class Passes:
         reading = policy.score(models, batch, read, scorers, guidance)
         return routing.plain(reading), routing.told(self.routing, reading, batch)
 
+    def read(self) -> tuple[Any, tuple[tuple[str, str], ...]]:
+        """What the pass with a gradient reads, and of whom; with ``observer`` its part besides."""
+        verbs, observer = self.verbs, self.observer
+        if observer is None:
+            return verbs.read, verbs.scorers
+
+        def both(logits: Mapping[str, Array], taken: Array) -> Reading:
+            still = observer.observe(jax.lax.stop_gradient(dict(logits)), taken)
+            return {**verbs.read(logits, taken), **{OBSERVED + n: x for n, x in still.items()}}
+
+        return both, tuple(dict.fromkeys((*verbs.scorers, *observer.observers)))
+
     def loss(
         self, trainable: Params, models: Models, micro: Taken, balance: Balance | None
-    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Tally], Loads | None]]:
+    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Tally], Loads | None, Reading]]:
         """The part of the update's loss that one micro-batch adds, differentiable by
         ``trainable``, which is laid over the learner in ``models``; beside it the same without the
-        balance term."""
+        balance term, what an ``observer`` saw, and the student's own log-probs if it reads them."""
         batch, observed, credit = micro
         assert credit is not None
         fixed = {who: jax.lax.stop_gradient(params) for who, params in models.items()}
         models = {**fixed, self.who: {**fixed[self.who], **trainable}}
         share = None if balance is None else balance.share
-        verbs = self.verbs
-        reading, loads = self.score(models, batch, verbs.read, verbs.scorers, share)
-        token_loss, diagnostics = verbs.loss(_select(reading, batch), batch, observed, credit)
+        reading, loads = self.score(models, batch, *self.read(), share)
+        reading, seen = dict(_select(reading, batch)), {}
+        if self.observer is not None:
+            names = [name for name in reading if name.startswith(OBSERVED)]
+            found = {name.removeprefix(OBSERVED): reading.pop(name) for name in names}
+            observed = seen = jax.lax.stop_gradient(found)
+        if self.who == STUDENT and LOGP in reading:
+            seen = {**seen, LOGP: jax.lax.stop_gradient(reading[LOGP])}
+        token_loss, diagnostics = self.verbs.loss(reading, batch, observed, credit)
         loss = objective = (token_loss * credit.weight).sum()
         if balance is not None and loads is not None:
             objective = loss + balance.factor * loads.balance
-        return objective, (loss, _tallies(diagnostics, batch, credit), loads)
+        tallies = _tallies(diagnostics, batch, credit, self.spreads)
+        return objective, (loss, tallies, loads, seen)
 
     def gradient(
         self, trainable: Params, models: Models, taken: Taken, parts: int, start: Loads | None
-    ) -> tuple[Float[Array, ""], Params, dict[str, Tally], Loads | None]:
-        """Loss of one update, its gradient by ``trainable`` (at least float32), tallies and loads;
-        ``start`` are the loads of the take's start."""
+    ) -> tuple[Float[Array, ""], Params, dict[str, Tally], Loads | None, Reading]:
+        """Loss of one update, its gradient by ``trainable`` (at least float32), tallies, loads, and
+        what was seen on the way; ``start`` are the loads of the take's start."""
         balance = self._balance(taken[0], start)
 
-        def value(micro: Taken) -> tuple[Any, Params, dict[str, Tally]]:
+        # Asked for its shapes, then scanned: traced once, and inline leaves no mark on the program.
+        @functools.partial(jax.jit, inline=True)
+        def value(micro: Taken) -> tuple[Any, Params, dict[str, Tally], Reading]:
             differentiate = jax.value_and_grad(self.loss, has_aux=True)
-            (_, (loss, tallies, loads)), grads = differentiate(trainable, models, micro, balance)
-            return (loss, jax.lax.stop_gradient(loads)), self._wide(grads), tallies
+            (_, told), grads = differentiate(trainable, models, micro, balance)
+            loss, tallies, loads, seen = told
+            return (loss, jax.lax.stop_gradient(loads)), self._wide(grads), tallies, seen
 
-        def add(total: Any, micro: Taken) -> tuple[Any, None]:
-            sums, grads, tallies = value(micro)
+        def add(total: Any, micro: Taken) -> tuple[Any, Reading]:
+            sums, grads, tallies, seen = value(micro)
             grads = self._wide(jax.tree.map(jnp.add, total[1], grads))
             sums = jax.tree.map(jnp.add, total[0], sums)
-            return (sums, grads, combine(total[2], tallies)), None
+            return (sums, grads, combine(total[2], tallies)), seen
 
         micros = cut_taken(taken, parts, self.rows)
         shapes = jax.eval_shape(value, jax.tree.map(lambda x: x[0], micros))
         sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
-        first = sums, self._wide(grads), {name: nothing() for name in shapes[2]}
-        ((loss, loads), grads, tallies), _ = jax.lax.scan(add, first, micros)
-        return loss, grads, tallies, loads
+        first = sums, self._wide(grads), {name: nothing(t) for name, t in shapes[2].items()}
+        ((loss, loads), grads, tallies), seen = jax.lax.scan(add, first, micros)
+        return loss, grads, tallies, loads, self._joined(seen)
+
+    def _joined(self, readings: Reading) -> Reading:
+        """Of micro-batches -> of all rows."""
+        joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), readings)
+        return jax.lax.with_sharding_constraint(joined, self.rows)
 
     def _balance(self, batch: Batch, start: Loads | None) -> Balance | None:
         """The balance term of an update, if it is asked for."""

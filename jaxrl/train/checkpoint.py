@@ -171,13 +171,14 @@ class Checkpoints:
     """The checkpoints of one run. Every process calls every method (Orbax's writes are collective).
 
     directory: a folder or a bucket.  keep: how many complete checkpoints stay, the newest; >= 1.
+    keep_every: those at multiples of so many steps stay too; 0: none.
     """
 
-    def __init__(self, directory: epath.PathLike, *, keep: int):
+    def __init__(self, directory: epath.PathLike, *, keep: int, keep_every: int = 0):
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep!r}; allowed: >= 1")
         self.directory = epath.Path(directory).absolute()  # Orbax refuses relative paths
-        self.keep = keep
+        self.keep, self.keep_every = keep, keep_every
         self.bytes = 0  # size of the newest checkpoint written by this process
         # OCDBT: a dozen files whatever the number of arrays. Float noise does not compress.
         state = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
@@ -338,6 +339,8 @@ class Checkpoints:
             at: attempt for at, attempt in complete if at <= step
         }  # last attempt of each step
         kept = set(sorted(newest.items())[-self.keep :])
+        if self.keep_every:
+            kept |= {(at, n) for at, n in newest.items() if at % self.keep_every == 0}
         for at, attempt in complete:
             if (at, attempt) not in kept:
                 self._discard(self.directory / _name(at, attempt))

@@ -4,15 +4,14 @@ Read ``train`` from top to bottom to follow a batch from the pool to the update.
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl import evaluate, mesh
@@ -23,22 +22,25 @@ from jaxrl.model.policy import Policy
 from jaxrl.model.sampler import Sampler
 from jaxrl.model.versions import write_weights
 from jaxrl.pool.characters import CharacterTokenizer
-from jaxrl.pool.contract import Group, Manifest, PoolEnd, PoolError, RolloutPool
-from jaxrl.pool.published_tokenizer import PublishedTokenizer
-from jaxrl.pool.rollout import ACTION, ROUTES, Version
+from jaxrl.pool.contract import Generator, Group, Manifest, PoolEnd, RolloutPool
+from jaxrl.pool.rollout import ROUTES, Version
 from jaxrl.pool.tokenizer import SentencePieceTokenizer
 from jaxrl.tasks.contract import Split, TaskSource
-from jaxrl.train import optimizer, roles, routing
+from jaxrl.train import heap, hosts, optimizer, roles, routing
 from jaxrl.train.accounts import Account
-from jaxrl.train.checkpoint import CheckpointError, Checkpoints, Restored
+from jaxrl.train.books import Books, log, note, rescuing, save, save_rest
 from jaxrl.train.collate import Shown, collate
-from jaxrl.train.metrics import Logger, Progress, samples_table
 from jaxrl.train.packing import Packing
 from jaxrl.train.routing import RoutingConfig
 from jaxrl.train.settings import Phase
 from jaxrl.train.state import TrainState
 from jaxrl.train.step import Step, make_step
-from jaxrl.train.workdir import Workdir
+
+if TYPE_CHECKING:  # slow to load, and the main job's is made from its task's text
+    from jaxrl.pool.published_tokenizer import PublishedTokenizer
+
+
+MESSY_S = 1.0  # a compilation that takes longer leaves a heap worth handing back
 
 
 @dataclasses.dataclass
@@ -54,13 +56,15 @@ class Compilation:
         # Tracing is left out: its events nest, so that their sum counts twice.
         if event.endswith(("backend_compile_duration", "jaxpr_to_mlir_module_duration")):
             self.seconds += duration_secs
+        if event.endswith("backend_compile_duration") and duration_secs > MESSY_S:
+            heap.hand_back()
 
 
 # Listeners cannot be removed, so there is one for the process.
 COMPILATION = Compilation()
 
 
-Reader = SentencePieceTokenizer | CharacterTokenizer | PublishedTokenizer
+Reader: TypeAlias = "SentencePieceTokenizer | CharacterTokenizer | PublishedTokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,70 +82,16 @@ class Parts(Models):
 
     source: TaskSource
     tokenizer: Reader
-
-
-@dataclasses.dataclass
-class Books:
-    """What is written down, and the accounts that go into each checkpoint."""
-
-    workdir: Workdir
-    checkpoints: Checkpoints
-    logger: Logger
-    progress: Progress
-    identity: Mapping[str, Any]  # what a continuation of this run must share with it
-    prompts: Mapping[str, str]  # text of the train split's tasks, by key
-    epoch: int = 0  # of the lineage: one more after each restart
-    consumed: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: {"groups": 0, "digest": "", "last": []}
-    )  # groups trained so far and the chained digest of their manifests
-    accounts: dict[str, Account] = dataclasses.field(default_factory=dict)  # by phase
-    compilations: dict[str, int] = dataclasses.field(default_factory=dict)
-    published: tuple[Version, str] | None = None  # the newest weights directory
-    saved: int = -1  # step of the newest checkpoint
-
-    def open(self, restored: Restored | None) -> None:
-        """Take over the accounts of a checkpoint, if any, and drop what was written past it.
-
-        The epoch is above all that ever published here, also above those of attempts that ended
-        before their first checkpoint: a version never means two sets of weights.
-        """
-        epochs = [epoch for epoch, _ in self.workdir.published()]
-        self.workdir.forget_after(restored.step if restored else -1)
-        if restored:
-            epochs.append(restored.host["epoch"])
-            self.saved = restored.step
-            self.consumed = restored.host["consumed"]
-            accounts = restored.host["accounts"]
-            self.accounts = {name: Account(**account) for name, account in accounts.items()}
-            self.progress.note(f"continuing at step {restored.step}")
-            self.logger.scalars(restored.step, {"checkpoint/fallbacks": restored.fallbacks})
-        self.epoch = max(epochs, default=-1) + 1
-
-    def consume(self, manifest: Manifest) -> None:
-        """Chain the manifest of a step into the account of what was trained."""
-        groups = [list(group) for group in manifest.groups]
-        chained = self.consumed["digest"] + json.dumps(groups)
-        self.consumed = {
-            "groups": self.consumed["groups"] + len(groups),
-            "digest": hashlib.blake2b(chained.encode(), digest_size=16).hexdigest(),
-            "last": groups,
-        }
-        self.workdir.journal(manifest)
-
-    def close(self) -> None:
-        """End the files that are open."""
-        self.progress.close()
-        self.logger.close()
-        self.checkpoints.close()
+    generator: Generator  # the sampler, of all processes where there are several
 
 
 def publish(books: Books, phase: Phase, state: TrainState) -> tuple[Version, str]:
     """The student's weights as a versioned directory: which version, and where it is."""
     step = int(state.step)
     if books.published is None or books.published[0].step != step:
-        path = books.workdir.weights(books.epoch, step)
-        student = state.roles["student"].all
-        digest = write_weights(path, student, epoch=books.epoch, step=step)
+        path, epoch = books.workdir.weights(books.epoch, step), books.epoch
+        student = hosts.gathered(state.roles["student"].all)
+        digest = hosts.crew().lead(lambda: write_weights(path, student, epoch=epoch, step=step))
         books.published = Version(books.epoch, step, digest), str(path)
         books.workdir.drop_weights(phase.checkpoint.keep_weights)
     return books.published
@@ -165,112 +115,45 @@ def differs(result: Mapping[str, Any], phase: Phase) -> list[str]:
     return [f"{name} was {was!r}, is {now!r}" for name, (was, now) in pairs.items() if was != now]
 
 
+def accuracy(parts: Parts, phase: Phase) -> dict[str, Any]:
+    """Held-out accuracy of the weights that the generator holds, and as ``seen`` that on questions
+    of the train split if it is asked for."""
+
+    def of(split: Split, prompts: int, first_group: int) -> dict[str, Any]:
+        return evaluate.evaluate(
+            parts.generator,
+            parts.tokenizer,
+            parts.source,
+            parts.source.tasks(split)[:prompts],
+            samples=phase.eval.samples,
+            temperature=phase.eval.temperature,
+            max_new_tokens=phase.sampler.max_new_tokens,
+            max_prompt_tokens=max(phase.sampler.prompt_buckets),
+            first_group=first_group,
+        ).to_json()
+
+    asked, first = phase.eval, evaluate.FIRST_GROUP
+    result = of("held_out", asked.prompts, first)
+    if asked.seen_prompts:
+        result["seen"] = of("train", asked.seen_prompts, first + asked.prompts)
+    return result
+
+
 def measure(parts: Parts, books: Books, phase: Phase, state: TrainState) -> dict[str, Any]:
-    """Held-out accuracy of these weights, and that on questions of the train split if asked for;
-    read back if it was measured before a restart."""
-    step = int(state.step)
-    result = books.workdir.read_eval(step)
+    """``accuracy`` of these weights; read back if it was measured before a restart."""
+    step, lead = int(state.step), hosts.crew().lead
+    result = lead(lambda: books.workdir.read_eval(step))
     if result is None or differs(result, phase):
-        parts.sampler.load(*publish(books, phase, state))
-
-        def accuracy(split: Split, prompts: int, first_group: int) -> dict[str, Any]:
-            return evaluate.evaluate(
-                parts.sampler,
-                parts.tokenizer,
-                parts.source,
-                parts.source.tasks(split)[:prompts],
-                samples=phase.eval.samples,
-                temperature=phase.eval.temperature,
-                max_new_tokens=phase.sampler.max_new_tokens,
-                max_prompt_tokens=max(phase.sampler.prompt_buckets),
-                first_group=first_group,
-            ).to_json()
-
-        result = accuracy("held_out", phase.eval.prompts, evaluate.FIRST_GROUP)
-        if phase.eval.seen_prompts:
-            first = evaluate.FIRST_GROUP + phase.eval.prompts
-            result["seen"] = accuracy("train", phase.eval.seen_prompts, first)
+        published = publish(books, phase, state)
+        lead(lambda: parts.generator.load(*published))
+        result = lead(lambda: accuracy(parts, phase))
         books.workdir.write_eval(step, result)
+        if phase.checkpoint.keep_best:
+            books.workdir.note_best((published[0].epoch, step), result["avg_at_k"])
     note(books, step, "eval", "held out", result)
     if "seen" in result:
         note(books, step, "eval_seen", "of the train split", result["seen"])
     return result
-
-
-def note(books: Books, step: int, area: str, title: str, result: Mapping[str, Any]) -> None:
-    """Curves and a line of one accuracy."""
-    k = result["k"]
-    accuracies = {
-        f"avg_at_{k}": result["avg_at_k"],
-        f"pass_at_{k}": result["pass_at_k"],
-        "greedy": result["greedy"],
-    }
-    books.logger.scalars(step, {f"{area}/{name}": value for name, value in accuracies.items()})
-    stated = "  ".join(f"{name} {100 * value:.1f} %" for name, value in accuracies.items())
-    books.progress.note(f"{title} after {step} steps: {stated}")
-
-
-def save(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:
-    """Checkpoint all that the next step depends on, then let the pool commit what it covers."""
-    host = {
-        "phase": phase.name,
-        "epoch": books.epoch,
-        "identity": books.identity,
-        "consumed": books.consumed,
-        "accounts": {name: dataclasses.asdict(x) for name, x in books.accounts.items()},
-        "pool": pool.state(),
-    }
-    books.logger.flush()  # curves of steps that will not run again
-    books.checkpoints.save(int(state.step), state, host)
-    books.saved = int(state.step)
-    pool.commit(int(state.step) - 1)
-
-
-def save_rest(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:
-    """Checkpoint the steps of this phase that no checkpoint covers, where a pool gives no more."""
-    if int(state.step) > phase.first_step and int(state.step) != books.saved:
-        save(books, phase, state, pool)
-
-
-def rescue(books: Books, phase: Phase, state: TrainState, pool: RolloutPool) -> None:
-    """``save_rest`` beside an error of the pool, which stays the one that ends the run."""
-    try:
-        save_rest(books, phase, state, pool)
-    except (CheckpointError, OSError) as error:
-        books.progress.note(f"the pool failed, and so did a last checkpoint: {error}")
-
-
-def log(
-    books: Books,
-    phase: Phase,
-    step: int,
-    groups: Sequence[Group],
-    numbers: Mapping[str, float],
-    seconds: Mapping[str, float],
-) -> None:
-    """Curves, samples and the progress line of one step."""
-    account = books.accounts.setdefault(phase.name, Account())
-    tokens = int(numbers["batch/action_tokens"])
-    working = account.add(phase, groups, numbers, seconds)
-    if (step + 1) % phase.log.every_steps == 0:
-        rate = {"train/tokens_per_s": tokens / working}
-        books.logger.scalars(step, {**numbers, **seconds, **rate})
-    if phase.log.samples and step % phase.log.samples_every_steps == 0:
-        rows = books.workdir.write_samples(step, groups, books.prompts, phase.log.samples)
-        books.logger.text(step, "samples/rollouts", samples_table(rows))
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        lengths = [int((rollout.kind == ACTION).sum()) for rollout in rollouts]
-        books.logger.histograms(step, {"reward/spread": rewards, "response/length": lengths})
-    books.progress.update(
-        step + 1,
-        {"loss": numbers["loss/total"], "reward": numbers["reward/mean"]}
-        | ({"skipped": numbers["optim/skipped"]} if numbers["optim/skipped"] else {}),
-        tokens=tokens,
-        seconds=working + seconds["time/compile_s"],
-        compile_seconds=seconds["time/compile_s"],
-        label=phase.name,
-    )
 
 
 def views_of(phase: Phase, algorithm: Algorithm) -> dict[str, str]:
@@ -287,7 +170,7 @@ def views_of(phase: Phase, algorithm: Algorithm) -> dict[str, str]:
         )
     templates = {view: phase.scorers.views[view] for view in asked}
     deaf = [view for view in asked if "{feedback}" in templates[view]]
-    if deaf and phase.pool.kind == "local" and not phase.pool.max_feedback_tokens:
+    if deaf and phase.pool.kind != "recorded" and not phase.pool.max_feedback_tokens:
         raise ValueError(
             f"phases.{phase.name}: the views {deaf} show feedback, but "
             "pool.max_feedback_tokens=0; allowed: > 0"
@@ -337,7 +220,7 @@ def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
     algorithm = algorithms.load(**phase.algorithm)
     longest = max(phase.sampler.prompt_buckets) + phase.sampler.max_new_tokens
     longest += phase.pool.max_feedback_tokens
-    if phase.pool.kind == "local" and longest > max(phase.train.token_buckets):
+    if phase.pool.kind != "recorded" and longest > max(phase.train.token_buckets):
         raise ValueError(
             f"train.token_buckets={phase.train.token_buckets!r}; allowed: the longest holds a "
             f"prompt and its response, {longest} tokens (sampler.prompt_buckets + max_new_tokens + "
@@ -348,6 +231,7 @@ def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
     trained, frozen = optimizer.split(shapes, optimizer.freezing(phase.optimizer, shapes))
     if routed is not None:
         routing.refuse_pointless_balance(routed, sorted(frozen))
+    rollouts = phase.train.groups * phase.pool.rollouts_per_group
     step = make_step(
         parts.policy,
         algorithm,
@@ -359,18 +243,19 @@ def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
         rollouts_per_group=phase.pool.rollouts_per_group,
         lesson_txs=roles.learners(phase, algorithm),
         routed=routed,
+        shown=min(phase.log.samples, rollouts // phase.train.minibatches),
     )
     packing_of(phase)
-    rollouts = phase.train.groups * phase.pool.rollouts_per_group
     step.plan(rollouts, phase.train.packing.on)
     views_of(phase, algorithm)
     half_ulp = 2.0**-9 / math.sqrt(phase.model.width)  # of a weight of typical size, in bfloat16
     narrow = any(x.dtype == jax.numpy.bfloat16 for x in trained.values())
-    if narrow and phase.optimizer.learning_rate < half_ulp:
+    lost = phase.optimizer.rounding == "nearest" and phase.optimizer.learning_rate < half_ulp
+    if narrow and lost:
         warnings.warn(
             f"optimizer.learning_rate={phase.optimizer.learning_rate} is below half a unit in the "
             f"last place ({half_ulp:.1e}) of most weights that are trained in bfloat16: they "
-            "will not move; keep float32 masters",
+            "will not move; set optimizer.rounding='stochastic' or 'masters'",
             stacklevel=2,
         )
     return algorithm, step
@@ -379,10 +264,10 @@ def prepare(parts: Models, phase: Phase) -> tuple[Algorithm, Step]:
 def lay_out(
     parts: Parts, phase: Phase, algorithm: Algorithm, groups: Sequence[Group]
 ) -> tuple[Batch, dict[str, float]]:
-    """Groups as a Batch on the mesh, and what collate counted."""
+    """Groups as a Batch in this process's memory, and what collate counted."""
     routed = routing_of(phase)
     views, buckets = views_of(phase, algorithm), phase.train.view_token_buckets
-    batch, counts = collate(
+    return collate(
         groups,
         token_buckets=phase.train.token_buckets,
         groups_per_step=phase.train.groups,
@@ -393,7 +278,35 @@ def lay_out(
         shown=Shown(views, buckets, parts.tokenizer),
         packing=packing_of(phase),
     )
-    return mesh.place(batch, parts.mesh, mesh.batch_sharding(parts.mesh).spec), counts
+
+
+Fetched = tuple[Sequence[Group], Manifest, Any, dict[str, float], float]
+
+
+def fetch(
+    parts: Parts, phase: Phase, algorithm: Algorithm, pool: RolloutPool, step: int
+) -> Fetched:
+    """A take of process 0 and its Batch, seconds of the take last; what another process gets holds
+    no groups, and of the Batch the rows that lie on its devices."""
+    where = mesh.batch_sharding(parts.mesh)
+    crew = hosts.crew()
+
+    def work() -> Fetched:
+        began = time.monotonic()
+        crew.seconds.clear()
+        groups, manifest = pool.take(phase.train.groups, step)
+        took = time.monotonic() - began
+        batch, counts = lay_out(parts, phase, algorithm, groups)
+        counts["tokens"] = int((batch.segment[batch.valid[batch.rollout]] > 0).sum())
+        return groups, manifest, batch, counts, took
+
+    def share(fetched: Fetched, process: int) -> Fetched:
+        return (), fetched[1], hosts.portion(fetched[2], process, where), *fetched[3:]
+
+    groups, manifest, batch, counts, took = crew.lead(work, share)
+    if crew.count > 1 and not crew.index:
+        batch = hosts.portion(batch, 0, where)
+    return groups, manifest, hosts.place(batch, where), counts, took
 
 
 def is_due(phase: Phase, step: int) -> bool:
@@ -404,41 +317,45 @@ def is_due(phase: Phase, step: int) -> bool:
 def train(
     parts: Parts, books: Books, phase: Phase, state: TrainState, pool: RolloutPool
 ) -> TrainState:
-    """Run the steps that are left of a phase.
+    """Run the steps that are left of a phase; none, if it was stopped.
 
     One step: take whole groups, pad them to a Batch, update the weights, publish them, log, save.
     Ends early, with a line that says so, when the pool has nothing left.
     """
     algorithm, train_step = prepare(parts, phase)
+    account = books.accounts.get(phase.name, Account())
+    if account.stopped:  # what stopped it stands in the checkpoint
+        return state
     if int(state.step) > phase.first_step and is_due(phase, int(state.step)):
         measure(parts, books, phase, state)  # its curve was cut where the run resumes
-    save_s = 0.0
+    save_s, first = 0.0, int(state.step)
     for step in range(int(state.step), phase.last_step):
         began, compiled = time.monotonic(), COMPILATION.seconds
+        if hosts.told_to_stop(step):
+            save_rest(books, phase, state, pool)
+            raise hosts.Preempted(f"told to stop: step {step} of {phase.last_step} comes next")
         try:
-            groups, manifest = pool.take(phase.train.groups, step)
+            with rescuing(books, phase, state, pool):
+                groups, manifest, placed, counts, took = fetch(parts, phase, algorithm, pool, step)
         except PoolEnd as end:
             books.progress.note(f"{phase.name} ends at step {step} of {phase.last_step}: {end}")
             save_rest(books, phase, state, pool)
             break
-        except PoolError:
-            rescue(books, phase, state, pool)  # nothing that was trained is lost with the pool
-            raise
-        taken, compiled_then = time.monotonic(), COMPILATION.seconds
-        placed, counts = lay_out(parts, phase, algorithm, groups)
+        books.trace(step > first)
+        taken, compiled_then = began + took, COMPILATION.seconds
         with jax.transfer_guard("disallow"):
             state, metrics = train_step(state, placed)
-        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        told = jax.device_get(metrics)
+        numbers = {name: float(x) for name, x in told.items() if not np.ndim(x)}
+        arrays = {name: x for name, x in told.items() if np.ndim(x)}
         stepped = time.monotonic()
         books.consume(manifest)
         every = phase.pool.publish_every_steps
         if every and (step + 1) % every == 0:
-            try:
+            with rescuing(books, phase, state, pool):
                 pool.publish(*publish(books, phase, state))
-            except PoolError:
-                rescue(books, phase, state, pool)
-                raise
-        numbers |= {f"pool/{name}": count for name, count in manifest.counts.items()}
+        told = {**manifest.counts, **manifest.readings}
+        numbers |= {f"pool/{name}": number for name, number in told.items()}
         numbers |= {f"batch/{name}": count for name, count in counts.items()}
         seconds = {
             "time/take_s": taken - began,
@@ -448,12 +365,17 @@ def train(
             "time/compile_s": COMPILATION.seconds - compiled,
             "time/take_compile_s": compiled_then - compiled,  # of that, in the take
         }
-        log(books, phase, step, groups, numbers, seconds)
+        log(books, phase, step, groups, numbers, arrays, seconds)
         logged = time.monotonic()
-        if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step:
+        stop = books.out_of_bounds(phase, numbers)
+        if (step + 1) % phase.checkpoint.every_steps == 0 or step + 1 == phase.last_step or stop:
             save(books, phase, state, pool)
         save_s = time.monotonic() - logged
         if is_due(phase, step + 1):
             measure(parts, books, phase, state)
+        if stop:
+            books.progress.note(f"{phase.name} is stopped after {step + 1} steps: {stop}")
+            break
+    books.trace(False)
     books.compilations[f"step:{phase.name}"] = train_step.trace_count
     return state

@@ -22,6 +22,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import directory_check
 
+from jaxrl.train import spread
+
 # Message classes are made when these modules are imported; a type checker cannot see them.
 _EVENTS: Any = event_pb2
 _SUMMARIES: Any = summary_pb2
@@ -46,11 +48,15 @@ HEALTH: Mapping[str, Mapping[str, Sequence[str]]] = {
         "loss": [r"loss/total", r"loss/.*loss.*"],
         "ratio and clipping": [r"loss/(ratio|clipped|dual_clipped).*"],
         "sampler against trainer": [r"sampler/gap_.*"],
+        "what dropping old groups shifts": [r"pool/drop_.*"],
+        "staleness (steps)": [r"sampler/staleness_.*"],
         "skipped, empty, not finite": [r"optim/skipped", r"batch/empty", r".*/nonfinite"],
     },
     "4. Is the machine busy?": {
         "tokens a second": [r".*/.*tokens_per_s"],
+        "share of the peak, share of the time that trained": [r"throughput/mfu", r"goodput/frac"],
         "seconds": [r"time/.*"],
+        "slowest and fastest host": [r"hosts/\w+_s_(max|min)"],
     },
 }
 
@@ -88,20 +94,25 @@ def escape(text: str) -> str:
     return marked.replace("\r\n", "\n").replace("\n", "<br>").replace("\r", "<br>")
 
 
-def samples_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def samples_table(
+    rows: Sequence[Mapping[str, Any]],
+    runs: Sequence[Sequence[tuple[str, str]] | None] | None = None,
+) -> str:
     """Generated samples as a Markdown table.
 
-    Each row has prompt, response, reward, correct and stop_reason; texts are escaped.
+    Each row has prompt, response, reward, correct and stop_reason; texts are escaped. ``runs`` are
+    the responses cut into (mark, text), None where they are not known.
     """
     lines = [
         "| prompt | response | reward | correct | stop |",
         "|:--|:--|--:|:-:|:--|",
     ]
-    for row in rows:
+    for row, run in zip(rows, runs or [None] * len(rows), strict=True):
+        pieces = " ".join(mark + escape(text) for mark, text in run or ())
         correct = "yes" if row["correct"] else "no"
         cells = [
             escape(row["prompt"]),
-            escape(row["response"]),
+            pieces or escape(row["response"]),
             "" if row["reward"] is None else f"{row['reward']:.3g}",
             correct if row["correct"] is not None else "",
             escape(str(row["stop_reason"])),
@@ -179,6 +190,45 @@ class Logger:
         if dropped:
             self.scalars(step, {NONFINITE: dropped})
             self.nonfinite += dropped
+
+    def counted(self, step: int, name: str, counts: np.ndarray) -> None:
+        """Write a distribution that was counted in the bins of ``spread.py``."""
+        bins = np.asarray(counts, np.float64)
+        filled = np.flatnonzero(bins)
+        if not self._writes or not filled.size:
+            return
+        limits = spread.limits(bins)
+        first, last = max(filled[0] - 1, 0), filled[-1] + 1  # an empty bin shows where it begins
+        middles = (limits + np.append(2 * limits[0] - limits[1], limits[:-1])) / 2
+        told = summary.histogram_raw(
+            name=_check(name),
+            min=float(limits[first]),
+            max=float(limits[last - 1]),
+            num=float(bins.sum()),
+            sum=float((bins * middles).sum()),
+            sum_squares=float((bins * middles**2).sum()),
+            bucket_limits=limits[first:last].tolist(),
+            bucket_counts=bins[first:last].tolist(),
+        )
+        self._summary(step, told)
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Write a picture, uint8 [height, width, 3]."""
+        _check(name)
+        if self._writes:
+            self._summary(step, summary.image(name, pixels, dataformats="HWC"))
+
+    def hparams(self, swept: Mapping[str, Any], k: int) -> None:
+        """Tell TensorBoard's HParams page in which fields this run of a sweep was set, and which
+        curves count; ``k`` is that of avg@k. A run that is no sweep's is not listed."""
+        if not swept or not self._writes:
+            return
+        plain = {n: v if isinstance(v, int | float | str) else str(v) for n, v in swept.items()}
+        curves = (f"eval/avg_at_{k}", "eval/greedy", "reward/mean", "response/length_mean")
+        # The page asks for the end of a session too; a run that stopped is seen by its curves.
+        for part in summary.hparams(plain, dict.fromkeys(curves)):
+            self._summary(0, part)
+        self.flush()
 
     def flush(self) -> None:
         """Put on disk what is pending; due before a checkpoint, whose steps are not run again."""

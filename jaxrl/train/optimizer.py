@@ -12,9 +12,11 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.model.adapters import is_adapter, is_added
+from jaxrl.train.rounding import ROUNDINGS, Moments, choose, in_bfloat16, onto_weights
 
 NAMES = ("adamw", "sgd")
 TRAINED = ("auto", "adapters", "base", "all")
+MOMENTS = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,8 @@ class OptimizerConfig:
     b2: float
     epsilon: float
     weight_decay: float
+    moments: str
+    rounding: str
     clip_norm: float
     train: str
     freeze: tuple[str, ...]
@@ -47,6 +51,8 @@ class OptimizerConfig:
             ("b2", "0 <= b2 < 1", 0 <= self.b2 < 1),
             ("epsilon", "> 0", self.epsilon > 0),
             ("weight_decay", ">= 0", self.weight_decay >= 0),
+            ("moments", f"one of {', '.join(MOMENTS)}", self.moments in MOMENTS),
+            ("rounding", f"one of {', '.join(ROUNDINGS)}", self.rounding in ROUNDINGS),
             ("clip_norm", "> 0", self.clip_norm > 0),
             ("train", f"one of {', '.join(TRAINED)}", self.train in TRAINED),
             ("freeze", "a sequence of regular expressions", not isinstance(self.freeze, str)),
@@ -125,6 +131,61 @@ def scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def clip_by_norm(limit: float) -> optax.GradientTransformation:
+    """Multiply by min(1, limit / norm of all of them together).
+
+    What ``optax.clip_by_global_norm`` does, as one factor: that is computed on the way by whoever
+    reads a gradient, where a choice between two arrays is written down and read again.
+    """
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params
+        factor = limit / jnp.maximum(optax.tree.norm(updates), limit)
+        return jax.tree.map(lambda g: g * factor, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def scale_by_adam(b1: float, b2: float, epsilon: float) -> optax.GradientTransformationExtraArgs:
+    """``optax.scale_by_adam``, with a state that stays as it is where ``made`` is false.
+
+        m <- b1 m + (1 - b1) g    v <- b2 v + (1 - b2) g^2
+        m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + epsilon)
+
+    The change is made of the moments that are kept, and reads those. Were they chosen afterwards
+    it would compute them once more, and the old ones would be read twice.
+    """
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        made: jax.Array | bool = True,
+        **others: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params, others
+        assert isinstance(state, Moments)
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        kept = Moments(*choose(made, (count, mu, nu), tuple(state)))
+        changes = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v) + epsilon),
+            optax.tree.bias_correction(kept.mu, b1, count),
+            optax.tree.bias_correction(kept.nu, b2, count),
+        )
+        return changes, kept
+
+    def init(params: optax.Params) -> Moments:
+        zeros = optax.tree.zeros_like
+        return Moments(jnp.zeros((), jnp.int32), zeros(params), zeros(params))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def _decayed(params: optax.Params) -> Any:
     def one(path: tuple[Any, ...], _: Any) -> bool:
         return not jax.tree_util.keystr(path, simple=True).endswith("router/bias")
@@ -148,25 +209,30 @@ def scale_by_name(rates: Sequence[tuple[str, float]]) -> optax.GradientTransform
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(one, updates))
 
 
-def build(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW or plain SGD, then the schedule, then ``rates``.
+def build(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Clip by global norm, then AdamW or plain SGD, then the schedule, then ``rates``; what comes
+    of it moves the weights as ``rounding`` says.
 
     ``weight_decay`` is decoupled: it is added after the moments and scaled by the learning rate,
     for both; so a factor of ``rates`` scales it too. A sigmoid router's bias is not decayed: its
-    gradient is 0, and the published value is the balance of the experts' loads.
+    gradient is 0, and the published value is the balance of the experts' loads. ``update`` may be
+    told whether the update will be ``made``, see ``scale_by_adam``.
     """
     moments = (
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
+        scale_by_adam(config.b1, config.b2, config.epsilon)
         if config.name == "adamw"
         else optax.identity()
     )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+    if config.moments == "bfloat16":
+        moments = in_bfloat16(moments)
+    chain = optax.chain(
+        clip_by_norm(config.clip_norm),
         moments,
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         scale_by_rate(schedule(config)),
         *([scale_by_name(config.rates)] if config.rates else []),
     )
+    return onto_weights(chain, config.rounding)
 
 
 def freezing(config: OptimizerConfig, names: Iterable[str]) -> tuple[str, ...]:

@@ -15,16 +15,18 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from jaxrl.train.accounts import Account
 from jaxrl.train.metrics import read_lines
 from jaxrl.train.workdir import write_json
+
+if TYPE_CHECKING:  # slow to load, and asked for at the end alone
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1  # of summary.json
 
@@ -162,9 +164,9 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """Everything that decides the bits besides the config: packages, Python, machine, commit."""
     packages = {
-        found.metadata["Name"]: found.version
-        for found in importlib.metadata.distributions()
-        if found.metadata["Name"]
+        found["Name"]: found["Version"]
+        for found in (one.metadata for one in importlib.metadata.distributions())
+        if found["Name"]
     }
     return {
         "python": platform.python_version(),
@@ -263,7 +265,7 @@ def series(
     return {name: sorted(points) for name, points in sorted(found.items())}
 
 
-def _draw(axes: Axes, title: str, lines: Mapping[str, list[tuple[int, float]]]) -> None:
+def _draw(axes: "Axes", title: str, lines: Mapping[str, list[tuple[int, float]]]) -> None:
     for name, points in lines.items():
         steps, values = zip(*points, strict=True)
         mark = "o" if len(points) <= 20 else ""
@@ -275,12 +277,14 @@ def _draw(axes: Axes, title: str, lines: Mapping[str, list[tuple[int, float]]]) 
     axes.legend(fontsize=6)
 
 
-def curves(records: Sequence[Mapping[str, Any]], phases: Mapping[str, int]) -> Figure:
+def curves(records: Sequence[Mapping[str, Any]], phases: Mapping[str, int]) -> "Figure":
     """The picture of a run: one panel for each entry of PANELS that has numbers.
 
     records: lines of metrics.jsonl.  phases: name -> first step; borders are drawn in each panel.
     Raises ValueError if no panel has numbers.
     """
+    from matplotlib.figure import Figure
+
     panels = {title: series(records, pattern) for title, pattern in PANELS.items()}
     panels = {title: lines for title, lines in panels.items() if lines}
     if not panels:
@@ -289,8 +293,18 @@ def curves(records: Sequence[Mapping[str, Any]], phases: Mapping[str, int]) -> F
         )
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns, 2.6 * rows), dpi=120, layout="constrained")
+    width, height = 4.2 * columns, 2.6 * rows
+    figure = Figure(figsize=(width, height), dpi=120)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    # In inches: a layout that looks for them itself draws everything twice.
+    figure.subplots_adjust(
+        left=0.55 / width,
+        right=1 - 0.1 / width,
+        bottom=0.45 / height,
+        top=1 - 0.3 / height,
+        wspace=0.16,
+        hspace=0.36,
+    )
     for axes, (title, lines) in zip(grid, panels.items(), strict=False):
         _draw(axes, title, lines)
         for name, first in phases.items():

@@ -1,9 +1,9 @@
 """A schedule of phases on the same weights: build the parts, resume, run, report."""
 
 import dataclasses
-import hashlib
+import functools
 import importlib
-import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,33 +13,35 @@ from ml_collections import ConfigDict
 
 from jaxrl import mesh
 from jaxrl.algorithms import contract as algorithms
-from jaxrl.model import policy, pretrained
+from jaxrl.model import policy, transformer
 from jaxrl.model.adapters import is_adapter
 from jaxrl.model.policy import Policy
 from jaxrl.model.sampler import Sampler
 from jaxrl.model.versions import write_weights
-from jaxrl.pool import filtering, recorded
-from jaxrl.pool.characters import WIDTHS, train_characters
-from jaxrl.pool.contract import Annotate, RolloutPool
-from jaxrl.pool.local import LocalPool
-from jaxrl.pool.published_tokenizer import PublishedTokenizer
-from jaxrl.pool.recorded import NoRecords, RecordedPool
-from jaxrl.pool.rollout import Rollout
-from jaxrl.pool.shards import of_shard
-from jaxrl.pool.tokenizer import train_sentencepiece
-from jaxrl.tasks.contract import TaskSource
-from jaxrl.train import curriculum, loop, optimizer, report, roles, settings, starts
+from jaxrl.train import hosts, loop, optimizer, report, roles, settings, starts
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Models, Parts, Reader
 from jaxrl.train.metrics import Logger, Progress
-from jaxrl.train.settings import STARTS, Phase, TeacherConfig
+from jaxrl.train.pools import named_teacher, open_pool, pool_folder, read_by, stored, text_reader
+from jaxrl.train.settings import STARTS, Phase
 from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
-from jaxrl.train.text_teacher import annotator
 from jaxrl.train.workdir import Workdir
 
 # May differ between a run and its continuation: nothing that was trained depends on them.
 FREE_SECTIONS = ("mesh", "eval", "checkpoint", "log")
-FREE_POOL_FIELDS = ("local_dir", "watchdog_s", "record")
+FREE_POOL_FIELDS = (
+    "local_dir",
+    "watchdog_s",
+    "record",
+    "ledger",
+    "lease_s",
+    "max_attempts",
+    "poll_s",
+    "gateway",
+    "launcher",
+    "workers",
+    "max_body_bytes",
+)
 
 
 def identity(phases: list[Phase], tokenizer: Reader) -> dict[str, Any]:
@@ -53,13 +55,9 @@ def identity(phases: list[Phase], tokenizer: Reader) -> dict[str, Any]:
             del fields["pool"][field]
         if phase is phases[-1]:
             del fields["last_step"], fields["train"]["steps"]
+        del fields["train"]["stop"]
         record[fields.pop("name")] = fields
     return record
-
-
-def pool_folder(phase: Phase, root: epath.Path) -> epath.Path:
-    """Where records go: a local disk if the config names one."""
-    return epath.Path(phase.pool.local_dir) if phase.pool.local_dir else root / "pool"
 
 
 def assemble(phases: list[Phase], root: epath.Path) -> Parts:
@@ -78,14 +76,18 @@ def assemble(phases: list[Phase], root: epath.Path) -> Parts:
         held_out_prompts=task.held_out_prompts,
         held_out_fraction=task.held_out_fraction,
     )
-    tokenizer = read_by(phase.pool.tokenizer, source, phase, folder)
+    with tempfile.TemporaryDirectory() as beside:  # the other processes make the same bytes
+        where = epath.Path(beside) if hosts.crew().index else folder
+        tokenizer = read_by(phase.pool.tokenizer, source, phase, where)
     if tokenizer.vocab_size > phase.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={phase.model.vocab_size}; allowed: >= {tokenizer.vocab_size}, "
             "the tokenizer's"
         )
     models = build_models(phases)
-    return Parts(models.mesh, models.policy, models.sampler, source, tokenizer)
+    several = hosts.crew().count > 1
+    generator = hosts.Shared(models.sampler) if several else models.sampler
+    return Parts(models.mesh, models.policy, models.sampler, source, tokenizer, generator)
 
 
 def build_models(phases: list[Phase], devices: Sequence[Any] | None = None) -> Models:
@@ -93,36 +95,24 @@ def build_models(phases: list[Phase], devices: Sequence[Any] | None = None) -> M
     no array is made."""
     phase = phases[0]
     where = mesh.make_mesh(phase.mesh, devices)
-    student = policy.build(phase.model, where, mesh.Rules(), roles.forms(phases))
+    forms = roles.forms(phases)
+    student = policy.build(phase.model, where, mesh.Rules(), forms, answers_only=True)
+    own = hosts.own_mesh(where)
+    rows, processes = mesh.ways(own, student.rules.rows), jax.process_count()
+    slots = phase.sampler.slots
+    if processes > 1:  # of all together
+        slots = max(-(-slots // (processes * rows)), 1) * rows
     sampler = Sampler(
         student,
-        where,
+        own,
         seed=phase.seed,
-        slots=phase.sampler.slots,
+        slots=slots,
         prompt_buckets=phase.sampler.prompt_buckets,
         max_new_tokens=phase.sampler.max_new_tokens,
+        samples_per_prompt=max(each.pool.rollouts_per_group for each in phases),
         record_routes=phase.sampler.record_routes,
     )
     return Models(where, student, sampler)
-
-
-def read_by(name: str, source: TaskSource, phase: Phase, folder: epath.Path) -> Reader:
-    """The tokenizer of a name of the config: made from the text of the train split, or published,
-    at a path with a /. ValueError naming the fields if that cannot be opened as they ask."""
-    if "/" in name:
-        chat, system = phase.pool.chat, phase.pool.system
-        try:
-            return PublishedTokenizer(pretrained.locate(name), chat=chat, system=system)
-        except ValueError as error:
-            field = "pool" if name == phase.pool.tokenizer else "scorers.teacher"
-            raise ValueError(
-                f"{field}.tokenizer={name!r}, pool.chat={chat!r}, pool.system={system!r}: {error}"
-            ) from error
-    texts = [text for one in source.tasks("train") for text in (one.prompt, one.answer)]
-    if name in WIDTHS:
-        return train_characters(texts, WIDTHS[name])
-    size = phase.pool.tokenizer_vocab_size
-    return train_sentencepiece(texts, size, folder / "tokenizer.model")
 
 
 def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: Any) -> TrainState:
@@ -140,30 +130,13 @@ def fresh(phase: Phase, model: Policy, params: dict[str, jax.Array], teacher: An
         key=key,
         step=phase.first_step,
         others=roles.build(phase, model, params, teacher, jax.random.fold_in(key, 1)),
+        read_in=transformer.read_in(model.config),
     )
-
-
-def named_teacher(phase: Phase) -> TeacherConfig:
-    """The teacher's section. ValueError if it names no weights, and is not to begin as the student
-    over the student's base."""
-    teacher = phase.scorers.teacher
-    if not teacher.weights and teacher.base != STUDENT:
-        raise ValueError(
-            f"phases.{phase.name}: scorers.teacher.weights=''; algorithm "
-            f"{phase.algorithm['name']!r} reads a teacher; allowed: an earlier phase, or a "
-            "directory of weights"
-        )
-    return teacher
 
 
 def needs_teacher(phase: Phase) -> bool:
     """Whether weights of a teacher are part of the state. ValueError if none are named."""
     return bool(roles.readers([phase], roles.TEACHER)) and bool(named_teacher(phase))
-
-
-def stored(name: str, root: epath.Path) -> epath.Path:
-    """Where weights are that a config names by an earlier phase or by their directory."""
-    return pretrained.locate(name) if "/" in name else root / "phases" / name
 
 
 def check_stored(phase: Phase, parts: Parts, root: epath.Path) -> None:
@@ -249,128 +222,10 @@ def keep_weights(phase: Phase, phases: list[Phase], root: epath.Path, state: Tra
     if phase.name not in names:
         return
     path = stored(phase.name, root)
-    if path.exists():  # of an attempt that was cut off before the next phase had a checkpoint
-        path.rmtree()
-    write_weights(path, state.roles[STUDENT].all, epoch=0, step=int(state.step))
-
-
-def survived(phase: Phase, books: Books, folder: epath.Path, run_id: str) -> int:
-    """Filter an earlier phase's records into ``folder/<phase>``; how many rollouts are left."""
-    counts = filtering.distil(
-        folder / phase.pool.path,
-        folder / phase.name,
-        run_id=run_id,
-        limit=phase.pool.survivors,
-        characters=phase.pool.loop_characters,
-        repeats=phase.pool.loop_repeats,
-    )
-    stated = ", ".join(f"{name} {count}" for name, count in counts.items())
-    books.progress.note(f"{phase.name} reads {phase.pool.path}: {stated}")
-    return counts["kept"]
-
-
-def text_reader(phase: Phase, parts: Parts, root: epath.Path) -> tuple[Policy, Reader] | None:
-    """Form and tokenizer of a teacher that reads the responses' text, if an algorithm asks for
-    one. ValueError naming the field that does not fit.
-    """
-    if "teacher_logp" not in algorithms.load(**phase.algorithm).needs:
-        return None
-    teacher, tokenizer = named_teacher(phase), parts.tokenizer
-    if teacher.tokenizer:
-        tokenizer = read_by(teacher.tokenizer, parts.source, phase, pool_folder(phase, root))
-    if tokenizer.vocab_size > teacher.model.vocab_size:
-        raise ValueError(
-            f"phases.{phase.name}: scorers.teacher.model.vocab_size={teacher.model.vocab_size}; "
-            f"allowed: >= {tokenizer.vocab_size}, of scorers.teacher.tokenizer="
-            f"{teacher.tokenizer!r}"
-        )
-    if teacher.base == STUDENT:
-        raise ValueError(
-            f"phases.{phase.name}: scorers.teacher.base='student'; allowed: 'own' (algorithm "
-            f"{phase.algorithm['name']!r} has the teacher read the text, as a model of its own)"
-        )
-    return policy.build(teacher.model, parts.mesh, parts.policy.rules), tokenizer
-
-
-def text_teacher(phase: Phase, parts: Parts, root: epath.Path) -> Annotate | None:
-    """What such a teacher says of the responses of a pool."""
-    reader = text_reader(phase, parts, root)
-    if reader is None:
-        return None
-    form, tokenizer = reader
-    params = starts.read(stored(phase.scorers.teacher.weights, root), form, phase.seed, print)
-    return annotator(form, params, own=parts.tokenizer, other=tokenizer)
-
-
-def together(annotations: list[Annotate]) -> Annotate | None:
-    """The facts of all of them; None of none."""
-    if not annotations:
-        return None
-
-    def annotate(rollouts: Sequence[Rollout]) -> list[Mapping[str, Any]]:
-        told = [one(rollouts) for one in annotations]
-        return [
-            {k: v for facts in each for k, v in facts.items()} for each in zip(*told, strict=True)
-        ]
-
-    return annotate
-
-
-def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:
-    """The pool that a phase asks for. Its records name the run by what makes it this run."""
-    folder = pool_folder(phase, books.workdir.root)
-    digest = hashlib.blake2b(json.dumps(books.identity).encode(), digest_size=8).hexdigest()
-    if phase.pool.kind == "recorded":
-        path = epath.Path(phase.pool.path) if phase.pool.path else folder / "demonstrations"
-        if phase.pool.path and "/" not in phase.pool.path:  # written anew, as demonstrations are
-            path = folder / phase.name
-            if not survived(phase, books, folder, f"{phase.pool.path}-{digest}"):
-                return NoRecords(f"nothing of {phase.pool.path} survived")
-        if not phase.pool.path:  # written anew at each start: the same records, whatever lay there
-            counts = recorded.demonstrate(
-                parts.source,
-                parts.tokenizer,
-                path,
-                run_id=f"demonstrations-{digest}",
-                limit=phase.pool.demonstrations or None,
-                max_tokens=max(phase.train.token_buckets),
-            )
-            stated = ", ".join(f"{name} {count}" for name, count in counts.items())
-            books.progress.note(f"demonstrations: {stated}")
-        return RecordedPool(
-            path,
-            seed=phase.seed,
-            rollouts_per_group=phase.pool.rollouts_per_group,
-            epochs=phase.pool.epochs,
-            keep=algorithms.load(**phase.algorithm).keep,
-            max_refills=phase.pool.max_refills,
-        )
-    algorithm = algorithms.load(**phase.algorithm)
-    shard = (phase.pool.shard, phase.pool.shards)
-    tasks = of_shard(parts.source.tasks("train"), shard)
-    moving = curriculum.build(phase.train.curriculum, tasks, algorithm)
-    teacher = text_teacher(phase, parts, books.workdir.root)
-    annotations = ([moving.annotate] if moving else []) + ([teacher] if teacher else [])
-    pool = LocalPool(
-        parts.sampler,
-        parts.tokenizer,
-        parts.source,
-        run_id=f"{phase.name}-{digest}",
-        shard=shard,
-        seed=phase.seed,
-        rollouts_per_group=phase.pool.rollouts_per_group,
-        temperature=phase.sampler.temperature,
-        max_new_tokens=phase.sampler.max_new_tokens,
-        max_prompt_tokens=max(phase.sampler.prompt_buckets),
-        keep=algorithm.keep,
-        annotate=together(annotations),
-        max_refills=phase.pool.max_refills,
-        max_feedback_tokens=phase.pool.max_feedback_tokens,
-        reward=phase.task.reward,
-        record_dir=folder / phase.name if phase.pool.record else None,
-        watchdog_s=phase.pool.watchdog_s,
-    )
-    return curriculum.Steered(pool, moving) if moving else pool
+    if path.exists() and not jax.process_index():
+        path.rmtree()  # of an attempt cut off before the next phase had a checkpoint
+    student = hosts.gathered(state.roles[STUDENT].all)
+    hosts.crew().lead(lambda: write_weights(path, student, epoch=0, step=int(state.step)))
 
 
 def resume(phases: list[Phase], parts: Parts, checkpoints: Checkpoints) -> Restored | None:
@@ -384,8 +239,15 @@ def resume(phases: list[Phase], parts: Parts, checkpoints: Checkpoints) -> Resto
     return checkpoints.latest(form_at, expect={"identity": identity(phases, parts.tokenizer)})
 
 
-def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
+def run(
+    config: ConfigDict,
+    workdir: str,
+    *,
+    swept: Mapping[str, Any] | None = None,
+    profile: int = 0,
+) -> dict[str, Any]:
     """Run a config in a workdir, or continue it there, and return what ``summary.json`` holds.
+    ``swept`` are the fields in which the runs of a sweep differ; ``profile`` steps are traced.
 
     Raises ValueError or TypeError for a config that is refused, before anything is trained.
     """
@@ -393,20 +255,28 @@ def run(config: ConfigDict, workdir: str) -> dict[str, Any]:
     root = epath.Path(workdir)
     root.mkdir(parents=True, exist_ok=True)
     with Workdir(root).locked():
-        return _run(phases, root, config.to_dict())
+        return _run(phases, root, config.to_dict(), swept or {}, profile)
 
 
-def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[str, Any]:
+def _run(
+    phases: list[Phase],
+    root: epath.Path,
+    config: dict[str, Any],
+    swept: Mapping[str, Any],
+    profile: int,
+) -> dict[str, Any]:
     """Check everything, open the books, run the schedule."""
     parts = assemble(phases, root)
     for phase in phases:
         loop.prepare(parts, phase)
         form(phase, parts)
-    checkpoints = Checkpoints(root / "checkpoints", keep=phases[-1].checkpoint.keep)
+    kept = phases[-1].checkpoint
+    folder = root / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=kept.keep, keep_every=kept.keep_every_steps)
     restored = resume(phases, parts, checkpoints)
     for phase in () if restored else phases:  # a checkpoint holds what its phase has read
         check_stored(phase, parts, root)
-    progress = Progress(phases[-1].last_step)
+    progress = Progress(phases[-1].last_step, hosts.stream())
     # Before the workdir says anything: the numbers of a published start are looked at here.
     state = restored.state if restored else begin(phases[0], parts, root, None, progress.note)
     report.write_start(root, config)
@@ -417,7 +287,10 @@ def _run(phases: list[Phase], root: epath.Path, config: dict[str, Any]) -> dict[
         progress=progress,
         identity=identity(phases, parts.tokenizer),
         prompts={task.key: task.prompt for task in parts.source.tasks("train")},
+        profile=profile,
+        decode=parts.tokenizer.decode,
     )
+    books.logger.hparams(swept, phases[-1].eval.samples)
     books.open(restored)
     try:
         return _schedule(phases, parts, books, state, restored)
@@ -433,7 +306,7 @@ def _schedule(
     current = restored.host["phase"] if restored else names[0]
     before: dict[str, Any] = {}
     for phase in phases[names.index(current) :]:
-        pool = open_pool(phase, parts, books)
+        pool = hosts.Led(functools.partial(open_pool, phase, parts, books))
         try:
             if phase.name != current:
                 student, note = state.roles[STUDENT].all, books.progress.note
@@ -443,7 +316,7 @@ def _schedule(
                 pool.commit(restored.step - 1)  # a crash may have come between the two
             if phase is phases[-1]:
                 before = measured_before(parts, books, phase, state)
-            if phase.pool.kind == "local":
+            if phase.pool.kind != "recorded":
                 pool.publish(*loop.publish(books, phase, state))
             state = loop.train(parts, books, phase, state, pool)
             keep_weights(phase, phases, books.workdir.root, state)

@@ -13,49 +13,30 @@ from ml_collections import ConfigDict
 
 from jaxrl.model import form
 from jaxrl.model.form import ModelConfig
-from jaxrl.pool.characters import WIDTHS
-from jaxrl.train import views
+from jaxrl.train.checks import TOKENIZERS, at_least, ladder, named_tokenizer, one_of
 from jaxrl.train.curriculum import CurriculumConfig
 from jaxrl.train.optimizer import OptimizerConfig
 from jaxrl.train.packing import PackingConfig
+from jaxrl.train.scorers import (
+    AverageConfig,
+    NoveltyConfig,
+    ScorersConfig,
+    TeacherConfig,
+    ValueConfig,
+)
+from jaxrl.train.watch import CheckpointConfig, EvalConfig, LogConfig, StopConfig
 
 STUDENT = "student"
 
 # Words of train.start that name no phase: go on with what is there, and begin anew.
 STARTS = ("", "fresh")
 
-TOKENIZERS = ("sentencepiece", *WIDTHS)  # made from the task's text
+
+# What generates for a remote pool, before a colon and URLs: all but the first are servers.
+ENGINES = ("sampler", "serve", "vllm", "sglang")
 
 # A phase trains the same weights on the same questions on the same devices as the others.
 SHARED = ("seed", "model", "mesh", "task")
-
-
-def _positive(section: str, record: Any, *fields: str, least: float = 1) -> None:
-    for field in fields:
-        value = record.__dict__[field]
-        if not value >= least:
-            raise ValueError(f"{section}.{field}={value!r} is too small; allowed: >= {least}")
-
-
-def _one_of(section: str, record: Any, field: str, allowed: tuple[str, ...]) -> None:
-    value = record.__dict__[field]
-    if value not in allowed:
-        raise ValueError(f"{section}.{field}={value!r} is unknown; allowed: {', '.join(allowed)}")
-
-
-def _tokenizer(section: str, record: Any, made: tuple[str, ...]) -> None:
-    value = record.tokenizer
-    if value not in made and "/" not in value:
-        raise ValueError(
-            f"{section}.tokenizer={value!r} is unknown; allowed: {', '.join(made)}, or a published "
-            "tokenizer (a path with a /)"
-        )
-
-
-def _ladder(section: str, record: Any, field: str) -> None:
-    value = record.__dict__[field]
-    if not value or list(value) != sorted(set(value)) or value[0] < 1:
-        raise ValueError(f"{section}.{field}={value!r}; allowed: increasing positive lengths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +53,8 @@ class TaskConfig:
     reward: Literal["exact", "score"]
 
     def __post_init__(self) -> None:
-        _positive("task", self, "train_prompts", "held_out_prompts")
-        _one_of("task", self, "reward", ("exact", "score"))
+        at_least("task", self, "train_prompts", "held_out_prompts")
+        one_of("task", self, "reward", ("exact", "score"))
         if not 0 < self.held_out_fraction < 1:
             raise ValueError(
                 f"task.held_out_fraction={self.held_out_fraction!r}; allowed: between 0 and 1"
@@ -104,11 +85,25 @@ class PoolConfig:
     chat: Literal["off", "template"]
     system: str
     watchdog_s: float
+    ledger: str
+    staleness: int
+    over_age: Literal["drop", "wait", "continue"]
+    lease_s: float
+    max_attempts: int
+    min_group: int
+    poll_s: float
+    gateway: str
+    engine: str
+    chunk_tokens: int
+    launcher: Literal["subprocess", "ray", "none"]
+    workers: int
+    harness: str
+    max_body_bytes: int
 
     def __post_init__(self) -> None:
-        _one_of("pool", self, "kind", ("local", "recorded"))
-        _tokenizer("pool", self, TOKENIZERS)
-        _one_of("pool", self, "chat", ("off", "template"))
+        one_of("pool", self, "kind", ("local", "recorded", "remote"))
+        named_tokenizer("pool", self, TOKENIZERS)
+        one_of("pool", self, "chat", ("off", "template"))
         if self.chat == "template" and "/" not in self.tokenizer:
             raise ValueError(
                 f"pool.chat='template' with pool.tokenizer={self.tokenizer!r}; allowed: 'off', or "
@@ -119,18 +114,46 @@ class PoolConfig:
                 f"pool.system={self.system!r} with pool.chat='off'; allowed: '', or "
                 "pool.chat='template'"
             )
-        _positive("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
+        at_least("pool", self, "rollouts_per_group", "tokenizer_vocab_size")
         counts = ("demonstrations", "epochs", "publish_every_steps", "max_refills")
-        _positive("pool", self, *counts, "max_feedback_tokens", least=0)
-        _positive("pool", self, "survivors", "loop_characters", "shards")
-        _positive("pool", self, "loop_repeats", least=2)
+        at_least("pool", self, *counts, "max_feedback_tokens", least=0)
+        at_least("pool", self, "survivors", "loop_characters", "shards")
+        at_least("pool", self, "loop_repeats", least=2)
         if not 0 <= self.shard < self.shards:
             raise ValueError(f"pool.shard={self.shard!r}; allowed: 0 to {self.shards - 1}")
-        _positive("pool", self, "watchdog_s", least=1e-3)
+        at_least("pool", self, "watchdog_s", least=1e-3)
         if self.kind == "local" and self.publish_every_steps != 1:
             raise ValueError(
                 f"pool.publish_every_steps={self.publish_every_steps!r}; allowed with "
                 "pool.kind='local': 1 (a synchronous pool samples from the newest weights)"
+            )
+        self._check_remote()
+
+    def _check_remote(self) -> None:
+        """What a pool of other processes is asked for."""
+        one_of("pool", self, "over_age", ("drop", "wait", "continue"))
+        one_of("pool", self, "launcher", ("subprocess", "ray", "none"))
+        at_least("pool", self, "staleness", "min_group", "workers", "chunk_tokens", least=0)
+        at_least("pool", self, "max_attempts", "max_body_bytes")
+        at_least("pool", self, "lease_s", "poll_s", least=1e-3)
+        if self.ledger != "sqlite" and not self.ledger.startswith("postgresql://"):
+            raise ValueError(f"pool.ledger={self.ledger!r}; allowed: 'sqlite', or postgresql://...")
+        kind, _, urls = self.engine.partition(":")
+        if kind not in ENGINES or bool(urls) != (kind != "sampler"):
+            raise ValueError(
+                f"pool.engine={self.engine!r}; allowed: 'sampler', or serve:, vllm: or sglang: "
+                "before the URLs of its servers"
+            )
+        if self.min_group > self.rollouts_per_group:
+            raise ValueError(
+                f"pool.min_group={self.min_group!r}; allowed: 0 (all) to "
+                f"pool.rollouts_per_group={self.rollouts_per_group}"
+            )
+        every = self.publish_every_steps
+        if self.kind == "remote" and not 1 <= every <= self.staleness + 1:
+            raise ValueError(
+                f"pool.publish_every_steps={every!r}; allowed with pool.kind='remote': 1 to "
+                f"pool.staleness + 1 = {self.staleness + 1} (else no sample is young enough)"
             )
 
 
@@ -145,8 +168,8 @@ class SamplerConfig:
     record_routes: bool
 
     def __post_init__(self) -> None:
-        _positive("sampler", self, "max_new_tokens", "slots")
-        _ladder("sampler", self, "prompt_buckets")
+        at_least("sampler", self, "max_new_tokens", "slots")
+        ladder("sampler", self, "prompt_buckets")
         if not self.temperature > 0:
             raise ValueError(
                 f"sampler.temperature={self.temperature!r}; allowed: > 0 "
@@ -171,11 +194,12 @@ class TrainConfig:
     routes: str
     balance_weight: float
     curriculum: CurriculumConfig
+    stop: StopConfig
 
     def __post_init__(self) -> None:
-        _positive("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
-        _ladder("train", self, "token_buckets")
-        _one_of("train", self, "routes", ("free", "replayed"))
+        at_least("train", self, "steps", "groups", "epochs", "minibatches", "micro_rollouts")
+        ladder("train", self, "token_buckets")
+        one_of("train", self, "routes", ("free", "replayed"))
         if self.adapters and "/" not in self.adapters:
             raise ValueError(
                 f"train.adapters={self.adapters!r}; allowed: '', or a directory of adapters (a "
@@ -184,120 +208,7 @@ class TrainConfig:
         if not self.balance_weight >= 0:
             raise ValueError(f"train.balance_weight={self.balance_weight!r}; allowed: >= 0")
         if self.view_token_buckets:
-            _ladder("train", self, "view_token_buckets")
-
-
-@dataclasses.dataclass(frozen=True)
-class AverageConfig:
-    """The student's moving average (``self``): p <- ema_rate p + (1 - ema_rate) student."""
-
-    ema_rate: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ema_rate < 1:
-            raise ValueError(
-                f"scorers.self.ema_rate={self.ema_rate!r}; allowed: between 0 and 1, of the old "
-                "average (reference is the one that never moves)"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherConfig:
-    """Another model: whose weights, of which form, and how it learns where it does."""
-
-    weights: str
-    base: str
-    tokenizer: str
-    model: ModelConfig
-    optimizer: OptimizerConfig
-
-    def __post_init__(self) -> None:
-        _one_of("scorers.teacher", self, "base", ("own", "student"))
-        _tokenizer("scorers.teacher", self, ("", *TOKENIZERS))
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueConfig:
-    """The model of the value of a state."""
-
-    optimizer: OptimizerConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class NoveltyConfig:
-    """The random networks and those that guess them."""
-
-    hidden: int
-    optimizer: OptimizerConfig
-
-    def __post_init__(self) -> None:
-        _positive("scorers.novelty", self, "hidden")
-
-
-@dataclasses.dataclass(frozen=True)
-class ScorersConfig:
-    """The models besides the student, and the contexts that they may see."""
-
-    average: AverageConfig
-    teacher: TeacherConfig
-    value: ValueConfig
-    novelty: NoveltyConfig
-    views: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        views.check(self.views)
-
-    def optimizer(self, who: str) -> OptimizerConfig:
-        """Of a role that learns; ValueError for one that never does."""
-        learners = {"teacher": self.teacher, "value": self.value, "novelty": self.novelty}
-        if who not in learners:
-            raise ValueError(f"{who!r} cannot learn; allowed: {', '.join(learners)}")
-        return learners[who].optimizer
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """How held-out accuracy is measured."""
-
-    every_steps: int
-    prompts: int
-    seen_prompts: int
-    samples: int
-    temperature: float
-
-    def __post_init__(self) -> None:
-        _positive("eval", self, "prompts", "samples")
-        _positive("eval", self, "every_steps", "seen_prompts", least=0)
-        if not self.temperature > 0:
-            raise ValueError(
-                f"eval.temperature={self.temperature!r}; allowed: > 0 "
-                "(greedy accuracy is always reported beside)"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """How often state is saved and how much is kept."""
-
-    every_steps: int
-    keep: int
-    keep_weights: int
-
-    def __post_init__(self) -> None:
-        _positive("checkpoint", self, "every_steps", "keep", "keep_weights")
-
-
-@dataclasses.dataclass(frozen=True)
-class LogConfig:
-    """How often curves and samples are written."""
-
-    every_steps: int
-    samples: int
-    samples_every_steps: int
-
-    def __post_init__(self) -> None:
-        _positive("log", self, "every_steps", "samples_every_steps")
-        _positive("log", self, "samples", least=0)
+            ladder("train", self, "view_token_buckets")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,18 +365,39 @@ def _read_alike(resolved: list[Phase], phase: Phase) -> None:
             )
 
 
+def _refuse_split_tokens(sections: dict[str, Any], train: TrainConfig) -> None:
+    """ValueError where ``mesh.context`` cannot split the rows that are asked for."""
+    parts = sections["mesh"]["context"]
+    if parts == 1:
+        return
+    if train.packing.on:
+        raise ValueError(
+            f"train.packing.rows={train.packing.rows!r} with mesh.context={parts}; allowed: "
+            "'plain' (bins are not split)"
+        )
+    if sections["model"]["experts"]["count"]:
+        raise ValueError(f"mesh.context={parts} with model.experts; allowed: 1")
+    for field in ("token_buckets", "view_token_buckets"):
+        for tokens in sections["train"][field]:
+            if tokens % parts:
+                raise ValueError(
+                    f"train.{field}={sections['train'][field]!r}; allowed: multiples of "
+                    f"mesh.context={parts}"
+                )
+
+
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
     moving = CurriculumConfig(**sections["train"]["curriculum"])
     packing = PackingConfig(**sections["train"]["packing"])
-    train = TrainConfig(**{**sections["train"], "curriculum": moving, "packing": packing})
+    stop = StopConfig(**sections["train"]["stop"])
+    nested = {"curriculum": moving, "packing": packing, "stop": stop}
+    train = TrainConfig(**{**sections["train"], **nested})
     if moving.move != "off" and sections["pool"]["kind"] != "local":
         raise ValueError(
             f"phases.{name}: train.curriculum.move={moving.move!r} with "
             f"pool.kind={sections['pool']['kind']!r}; allowed: 'off', or pool.kind='local'"
         )
-    if sections["mesh"]["context"] != 1:
-        value = sections["mesh"]["context"]
-        raise ValueError(f"mesh.context={value!r}; allowed: 1 (rows are not split)")
+    _refuse_split_tokens(sections, train)
     if sections["mesh"]["expert"] != 1 and not sections["model"]["experts"]["count"]:
         raise ValueError(
             f"mesh.expert={sections['mesh']['expert']!r}; allowed: 1 (model.experts.count=0: a "
@@ -489,6 +421,17 @@ def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
         checkpoint=CheckpointConfig(**sections["checkpoint"]),
         log=LogConfig(**sections["log"]),
     )
+
+
+def read(record: Mapping[str, Any]) -> ConfigDict:
+    """A config from a run's config.json, where JSON has lists for its tuples."""
+
+    def tuples(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tuples(each) for name, each in value.items()}
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+    return ConfigDict(tuples(record))
 
 
 def phases(config: ConfigDict) -> list[Phase]:

@@ -97,13 +97,6 @@ def roles_of(algorithm: Algorithm) -> set[str]:
     return {STUDENT} | {who for who, _ in everyone(algorithm)}
 
 
-def moments(tx: optax.GradientTransformation, params: Params) -> optax.OptState:
-    """The optimizer's first state, in float32 whatever the parameters are."""
-    return tx.init(
-        jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
-    )
-
-
 def scorer(
     params: Mapping[str, jax.Array],
     *,
@@ -122,7 +115,7 @@ def scorer(
         {name: jnp.copy(x) for name, x in tree.items() if name not in shared}
         for tree in (trainable, frozen)
     )
-    state = moments(tx, trainable) if tx else ()
+    state = tx.init(trainable) if tx else ()
     return Role(trainable, frozen, state, ema_rate, tuple(sorted(shared)))
 
 
@@ -135,10 +128,11 @@ def create(
     key: jax.Array,
     step: int,
     others: Mapping[str, Role] | None = None,
+    read_in: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """A fresh state around ``params``: new moments, a copy of ``params`` as the reference if
     ``roles`` names it, and of ``others`` those that it names. What the student leaves frozen is not
-    copied: the reference shares it.
+    copied: the reference shares it. The rest of it is held in the dtypes of ``read_in``, by name.
 
     The state owns its arrays: all of them are copies, since the step donates its state and donating
     an array twice, or one that somebody else reads, is a hard error. ``key`` is a typed key. Raises
@@ -146,7 +140,8 @@ def create(
     """
     made = {STUDENT: scorer(params, tx=tx, freeze=freeze)}
     if REFERENCE in roles:
-        made[REFERENCE] = scorer(params, shared=made[STUDENT].frozen)
+        known = {name: x.astype((read_in or {}).get(name, x.dtype)) for name, x in params.items()}
+        made[REFERENCE] = scorer(known, shared=made[STUDENT].frozen)
     others = others or {}
     unknown = sorted(set(roles) - set(made) - set(others))
     if unknown:

@@ -6,6 +6,9 @@
     update      epochs x minibatches times: gradients of micro-batches are added, then one
                 ``tx.update``
 
+Where a take is one update, the credit looks at no observation and the loss has no balance term,
+there is no first pass: what is observed is read in the update's own, off the same logits.
+
 Roles with an ``ema_rate`` follow the student after each update. Lessons come last: other roles that
 train on the same take, each beside the models as they were when the take began.
 
@@ -26,14 +29,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from jaxrl.algorithms.contract import Algorithm, Reading
-from jaxrl.batch import Batch
+from jaxrl.batch import Batch, Credit
 from jaxrl.mesh import ways
 from jaxrl.train import accumulate, routing
-from jaxrl.train.accumulate import ADVANTAGE, ADVANTAGE_SQUARE, Models, Taken, Tally, tally
+from jaxrl.train.accumulate import (
+    ADVANTAGE,
+    ADVANTAGE_SQUARE,
+    LOGP,
+    RATIO,
+    Models,
+    Taken,
+    Tally,
+    tally,
+)
+from jaxrl.train.rounding import choose
 from jaxrl.train.routing import Loads, RoutingConfig
 from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, models_of, shardings
 
 Metrics = dict[str, Array]
+
+# Metrics that are arrays begin so, for the log to draw.
+SHOWN, SPREAD, LOAD = "shown/", "spread/", "router/load"
+SPREADS = {ADVANTAGE: ADVANTAGE, RATIO: "loss/log_ratio"}
 
 # Names under which algorithms observe the student's own log-probs at the start of the take.
 OLD_LOGP = {"old_logp", "student"}
@@ -109,6 +126,20 @@ class Report:
     numbers: dict[str, Tally]
     tallies: dict[str, Tally]
     loads: Loads | None  # of a student with experts
+    seen: Reading  # what was observed on the way, if it was not before
+    advantage: Array | None = None  # of the first rows, where they are to be shown
+
+
+class Unseen(dict[str, Any]):
+    """An empty reading: whoever looks for something in it is told that it is not there yet."""
+
+    class Looked(Exception):
+        """Somebody did."""
+
+    def _looked(self, *_: Any) -> Any:
+        raise Unseen.Looked
+
+    __missing__ = __contains__ = __iter__ = get = _looked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +149,7 @@ class Learner:
     who: str
     passes: accumulate.Passes
     tx: optax.GradientTransformation
+    shown: int = 0  # rows whose advantages are told
 
 
 class Step:
@@ -132,12 +164,13 @@ class Step:
         cuts: Mapping[str, int],
         lesson_txs: Mapping[str, optax.GradientTransformation],
         routed: RoutingConfig | None,
+        shown: int,
     ) -> None:
         self.policy, self.algorithm, self.mesh = policy, algorithm, mesh
         self.cuts = cuts
         self.needs = (*algorithm.needs, *(routed.needs if routed else ()))
-        passes = accumulate.Passes(policy, algorithm, mesh, STUDENT, routed)
-        self.student = Learner(STUDENT, passes, tx)
+        passes = accumulate.Passes(policy, algorithm, mesh, STUDENT, routed, shown > 0)
+        self.student = Learner(STUDENT, passes, tx, shown)
         self.pupils = [
             Learner(who, accumulate.Passes(policy, lesson, mesh, who), lesson_txs[who])
             for who, lesson in algorithm.lessons
@@ -179,6 +212,20 @@ class Step:
         parts = batch.valid.shape[0] // plan.micro
         return self.student.passes.observe(self.algorithm, models, batch, parts)
 
+    def blind_credit(self, batch: Batch, plan: Plan) -> Credit | None:
+        """Credit that looks at nothing observed, where a take is one update: then what is observed
+        is seen in that update's own pass, with the same weights. Else None."""
+        algorithm = self.algorithm
+        routed = self.student.passes.routing
+        balanced = routed is not None and routed.balance_weight > 0  # by the loads at the start
+        alone = not algorithm.lessons and not balanced
+        if plan.updates > 1 or algorithm.refresh != "take" or not algorithm.observers or not alone:
+            return None
+        try:
+            return algorithm.credit(batch, Unseen())
+        except Unseen.Looked:
+            return None
+
     def update(
         self,
         learner: Learner,
@@ -196,17 +243,16 @@ class Step:
             observed = {**now, **start}
             credit = self.algorithm.credit(batch, observed)
         parts = plan.update // plan.micro
-        loss, grads, tallies, loads = learner.passes.gradient(
+        loss, grads, tallies, loads, seen = learner.passes.gradient(
             role.params, models, (batch, observed, credit), parts, begun
         )
         norm = optax.tree.norm(grads)
         empty = ~(credit.weight != 0).any()
         made = ~empty & jnp.isfinite(norm) & jnp.isfinite(loss)
-        changes, opt_state = learner.tx.update(grads, role.opt_state, role.params)
+        tx = optax.with_extra_args_support(learner.tx)
+        changes, opt_state = tx.update(grads, role.opt_state, role.params, made=made)
         after = (optax.apply_updates(role.params, changes), opt_state)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(made, new, old), after, (role.params, role.opt_state)
-        )
+        params, opt_state = choose(made, after, (role.params, role.opt_state))
         changed = optax.tree.norm(changes)
         numbers = {"loss/total": loss, "optim/grad_norm": norm, "optim/update_norm": changed}
         report = Report(
@@ -215,6 +261,8 @@ class Step:
             numbers={name: tally(x, made) for name, x in numbers.items()},
             tallies={name: t.only_if(made) for name, t in tallies.items()},
             loads=loads,
+            seen=seen,
+            advantage=credit.advantage[: learner.shown] if learner.shown else None,
         )
         return dataclasses.replace(role, params=params, opt_state=opt_state), report
 
@@ -248,26 +296,43 @@ class Step:
         self.trace_count += 1  # runs when traced, not when called
         plan = self.plan(batch.valid.shape[0], batch.packed is not None)
         batch = accumulate.sanitised(batch)
-        roles = dict(state.roles)
-        observed, begun = self.observe(models_of(roles), batch, plan)
+        roles, learner, observed, begun = dict(state.roles), self.student, {}, None
+        credit = self.blind_credit(batch, plan)
+        if credit is not None:
+            along = dataclasses.replace(learner.passes, observer=self.algorithm)
+            learner = dataclasses.replace(learner, passes=along)
+        else:
+            observed, begun = self.observe(models_of(roles), batch, plan)
+            if self.algorithm.refresh == "take":
+                credit = self.algorithm.credit(batch, observed)
 
         def cut(credit: Any) -> Taken:
             rows = self.student.passes.rows
             return accumulate.cut_taken((batch, observed, credit), plan.minibatches, rows)
 
-        once = self.algorithm.refresh == "take"
-        credit = self.algorithm.credit(batch, observed) if once else None
-        student, behind, reports = self.updates(self.student, roles, cut(credit), plan, begun)
+        student, behind, reports = self.updates(learner, roles, cut(credit), plan, begun)
+        seen = jax.tree.map(lambda x: x[0, 0], reports.seen)
+        read = seen.pop(LOGP, None)  # by the first update, of its rollouts
+        observed = observed or seen
         metrics = (
             report_metrics(reports)
-            | batch_metrics(batch, observed)
+            | batch_metrics(batch, state.step)
             | optimizer_metrics(roles[STUDENT].params, student)
         )
-        if begun is not None and reports.loads is not None:
+        if old := OLD_LOGP & set(observed):
+            metrics |= sampler_gap(batch, observed[old.pop()], state.step)
+        elif read is not None:
+            first = jax.tree.map(lambda x: x[0], cut(credit)[0])
+            metrics |= sampler_gap(first, read, state.step)
+        if self.student.shown:
+            metrics |= shown_rows(batch, reports)
+        if reports.loads is not None:
             loads = jax.tree.map(lambda x: x.sum((0, 1)), reports.loads)
             routed = self.student.passes.routing
             assert routed is not None
-            metrics |= routing.metrics(routed, begun, loads)
+            # One update, without a pass before it, is where the take starts.
+            metrics |= routing.metrics(routed, loads if begun is None else begun, loads)
+            metrics |= {LOAD: loads.count} if self.student.shown else {}
             if origin := roles.get(routing.ORIGIN):
                 metrics |= routing.distance(routed, origin.all, student.all)
         changed = {STUDENT: student, **behind}
@@ -304,12 +369,14 @@ def nothing_taken(updates: int) -> Metrics:
 
 def report_metrics(reports: Report) -> Metrics:
     """Numbers of all updates together, skipped ones left out."""
-    reports = dataclasses.replace(reports, loads=None)
+    reports = dataclasses.replace(reports, loads=None, seen={}, advantage=None)
     total = jax.tree.map(lambda x: x.sum((0, 1)), reports)
     peaks = {name: t.peak.max((0, 1)) for name, t in reports.tallies.items()}
     tallies = {name: dataclasses.replace(t, peak=peaks[name]) for name, t in total.tallies.items()}
+    spreads = {name: t.counts for name, t in tallies.items() if t.counts is not None}
     advantage, square = tallies.pop(ADVANTAGE), tallies.pop(ADVANTAGE_SQUARE)
     metrics = {name: t.mean for name, t in total.numbers.items()}
+    metrics |= {SPREAD + SPREADS[name]: counts for name, counts in spreads.items()}
     for name, t in tallies.items():
         metrics |= {f"loss/{name}_mean": t.mean, f"loss/{name}_max": t.top}
     return metrics | {
@@ -320,8 +387,9 @@ def report_metrics(reports: Report) -> Metrics:
     }
 
 
-def batch_metrics(batch: Batch, observed: Reading) -> Metrics:
-    """What was taken: rewards, lengths, and the gap between sampler's and trainer's log-probs."""
+def batch_metrics(batch: Batch, step: Array) -> Metrics:
+    """What was taken: rewards, lengths, and how many steps older than the trainer's the weights
+    were that sampled."""
     length = jnp.zeros(batch.valid.shape, jnp.int32).at[batch.rollout].add(batch.acted.sum(-1))
     reward = tally(batch.reward, batch.valid)
     deviation = tally((batch.reward - reward.mean) ** 2, batch.valid)
@@ -335,12 +403,51 @@ def batch_metrics(batch: Batch, observed: Reading) -> Metrics:
         "batch/valid_rollouts": batch.valid.sum(),
         "batch/action_tokens": batch.acted.sum(),
     }
-    for name in OLD_LOGP & set(observed):
-        gap = tally(
-            jnp.abs(observed[name] - batch.sampler_logp), batch.acted & (batch.version >= 0)
-        )
-        metrics |= {"sampler/gap_mean": gap.mean, "sampler/gap_max": gap.top}
-    return metrics
+    age = tally(step - batch.version, batch.acted & (batch.version >= 0))
+    return metrics | {"sampler/staleness_mean": age.mean, "sampler/staleness_max": age.top}
+
+
+def sampler_gap(batch: Batch, logp: Array, step: Array) -> Metrics:
+    """Metrics of the gap to ``logp``, the trainer's log-probs before anything moved."""
+    gap, known = jnp.abs(logp - batch.sampler_logp), batch.acted & (batch.version >= 0)
+    return gap_metrics(gap, step - batch.version, known)
+
+
+def gap_metrics(gap: Array, lag: Array, mask: Array) -> Metrics:
+    """How far the sampler's log-probs are from the trainer's (nats, absolute), and how much of that
+    follows from older weights.
+
+    ``gap_p99`` is the value that at most a hundredth of the tokens exceed. ``gap_lag_share`` is the
+    squared correlation of gap and lag (steps): the share of the gap's variance that a line through
+    the lag explains; 0 where all tokens are of one version.
+    """
+    told, few = tally(gap, mask), mask.sum() // 100
+
+    def halved(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        middle = (ends[0] + ends[1]) / 2
+        low = (mask & (gap > middle)).sum() <= few
+        return jnp.where(low, ends[0], middle), jnp.where(low, middle, ends[1])
+
+    # Halving an interval sums counts over the devices; sorting would bring all tokens to each.
+    begin = jnp.zeros_like(told.top), told.top
+    p99 = jax.lax.fori_loop(0, 24, halved, begin)[1]
+    off, late = gap - told.mean, lag - tally(lag, mask).mean
+    both, apart, ages = (tally(x, mask).mean for x in (off * late, off * off, late * late))
+    varies = (apart > 0) & (ages > 0)
+    share = both**2 / jnp.where(varies, apart * ages, 1.0)
+    return {
+        "sampler/gap_mean": told.mean,
+        "sampler/gap_p99": p99,
+        "sampler/gap_max": told.top,
+        "sampler/gap_lag_share": jnp.where(varies, share, 0.0),
+    }
+
+
+def _same(a: Array, b: Array) -> Array:
+    """How many numbers are equal."""
+    if a.ndim > 2:  # of all layers: counted over these first, on the way, which writes no array
+        return (a == b).sum(0, dtype=jnp.int32).astype(jnp.float32).sum()
+    return (a == b).sum(dtype=jnp.float32)
 
 
 def optimizer_metrics(before: Params, trained: Role) -> Metrics:
@@ -349,19 +456,32 @@ def optimizer_metrics(before: Params, trained: Role) -> Metrics:
     A share near 1 says that steps are below half a unit in the last place: masters too narrow.
     """
     # In float32: there are more parameters than an int32 counts.
-    same = jnp.stack(
-        [(before[name] == x).sum(dtype=jnp.float32) for name, x in trained.params.items()]
-    ).sum()
+    same = jnp.stack([_same(before[name], x) for name, x in trained.params.items()]).sum()
     metrics = {"optim/frac_params_unchanged": same / float(sum(x.size for x in before.values()))}
     rate = optax.tree.get(trained.opt_state, "learning_rate")
     return metrics if rate is None else metrics | {"optim/learning_rate": rate}
 
 
+def shown_rows(batch: Batch, reports: Report) -> Metrics:
+    """The first rows of a take, as they are shown: ids, which of them acted, and advantages."""
+    assert reports.advantage is not None
+    advantage = reports.advantage[0, 0]
+    rows = advantage.shape[0]
+    return {
+        f"{SHOWN}tokens": batch.tokens[:rows],
+        f"{SHOWN}acted": batch.acted[:rows],
+        f"{SHOWN}advantage": advantage.astype(jnp.float32),
+    }
+
+
 def finite(metrics: Metrics) -> Metrics:
-    """Float32 numbers; those not finite become 0 and are counted in ``metrics/nonfinite``."""
+    """Float32 numbers; those not finite become 0 and are counted in ``metrics/nonfinite``. Arrays
+    stay as they are."""
+    arrays = {name: x for name, x in metrics.items() if jnp.ndim(x)}
+    metrics = {name: x for name, x in metrics.items() if name not in arrays}
     wide = jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics.values()])
     good = jnp.isfinite(wide)
-    kept = dict(zip(metrics, jnp.where(good, wide, 0), strict=True))
+    kept = dict(zip(metrics, jnp.where(good, wide, 0), strict=True)) | arrays
     return kept | {"metrics/nonfinite": (~good).sum().astype(jnp.float32)}
 
 
@@ -377,6 +497,7 @@ def make_step(
     rollouts_per_group: int,
     lesson_txs: Mapping[str, optax.GradientTransformation] | None = None,
     routed: RoutingConfig | None = None,
+    shown: int = 0,
 ) -> Step:
     """The step of a phase.
 
@@ -385,7 +506,8 @@ def make_step(
     goes through the model ``micro_rollouts`` at a time. ``lesson_txs`` are the optimizers of other
     roles that the algorithm trains; ValueError naming those that lack. Cuts that do not fit raise
     ValueError (see ``Plan``) when the first batch comes. ``routed`` is given for a student with
-    experts.
+    experts. With ``shown`` the metrics also hold arrays for people: the first so many rows with
+    their advantages, histograms (see ``spread.py``), and experts' loads.
     """
     cuts = {
         "epochs": epochs,
@@ -400,4 +522,4 @@ def make_step(
     lacking = sorted(set(pupils) - set(lesson_txs))
     if lacking:
         raise ValueError(f"the algorithm trains {lacking}; allowed: roles with an optimizer")
-    return Step(policy, algorithm, tx, mesh, cuts, lesson_txs, routed)
+    return Step(policy, algorithm, tx, mesh, cuts, lesson_txs, routed, shown)

@@ -1,7 +1,7 @@
 """Where a run writes, beside checkpoints and curves: weights, evaluations, samples, journal.
 
 Everything goes through ``etils.epath``, so a workdir may be a folder or a bucket. Files appear
-whole or not at all.
+whole or not at all. Of several processes the first one writes.
 """
 
 import contextlib
@@ -66,14 +66,32 @@ class Workdir:
         return sorted((int(name[1]), int(name[2])) for name in names if name)
 
     def drop_weights(self, keep: int) -> None:
-        """Delete all published versions but the newest ``keep``."""
+        """Delete all published versions but the newest ``keep`` and the best."""
+        if jax.process_index():
+            return
+        best = self.best()
         for version in self.published()[:-keep]:
-            self.weights(*version).rmtree()
+            if best is None or list(version) != [best["epoch"], best["step"]]:
+                self.weights(*version).rmtree()
         for half in (self.root / "weights").glob("v=*.tmp"):  # of processes that were killed
             half.rmtree()
 
+    def best(self) -> dict[str, Any] | None:
+        """Epoch, step and held-out avg@k of the best weights that are kept."""
+        path = self.root / "best.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def note_best(self, version: tuple[int, int], avg_at_k: float) -> None:
+        """Keep these weights from now on if none were better."""
+        best = self.best()
+        if not jax.process_index() and (best is None or avg_at_k > best["avg_at_k"]):
+            record = {"epoch": version[0], "step": version[1], "avg_at_k": avg_at_k}
+            write_json(self.root / "best.json", record)
+
     def write_eval(self, step: int, result: Mapping[str, Any]) -> None:
         """Keep the held-out result of the weights after ``step`` steps."""
+        if jax.process_index():
+            return
         write_json(self.root / "eval" / f"{step}.json", result)
 
     def read_eval(self, step: int) -> dict[str, Any] | None:
@@ -98,15 +116,24 @@ class Workdir:
             for group in groups
             for rollout in group.rollouts
         ][:limit]
+        if jax.process_index():
+            return rows
         path = self.root / "samples" / f"{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
+    def write_page(self, step: int, page: str) -> None:
+        """Keep the samples of a step as a page to look at."""
+        if not jax.process_index():
+            (self.root / "samples" / f"{step}.html").write_text(page)
+
     def forget_after(self, step: int) -> None:
         """Remove what an abandoned lineage wrote past ``step``."""
+        if jax.process_index():
+            return
         for folder in ("eval", "samples"):
-            for path in (self.root / folder).glob("*.json*"):
+            for path in (self.root / folder).glob("*"):
                 if path.name.split(".")[0].isdigit() and int(path.name.split(".")[0]) > step:
                     path.unlink()
         journal = self.root / "journal.jsonl"
@@ -118,6 +145,8 @@ class Workdir:
 
     def journal(self, manifest: Manifest) -> None:
         """Append what a step consumed: a replay after a rollback can be compared with it."""
+        if jax.process_index():
+            return
         line = json.dumps(dataclasses.asdict(manifest), sort_keys=True)
         with (self.root / "journal.jsonl").open("a") as file:
             file.write(line + "\n")

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.batch import View
 from jaxrl.model import novelty
-from jaxrl.train.state import Role, moments
+from jaxrl.train.state import Role
 from tests.algorithms.test_exp_dis import make
 from tests.train.test_step import assert_same
 from tests.train.toy import Bigram, batch_of, random_groups, state_of, step_of
@@ -43,7 +43,7 @@ def networks(tx) -> Role:
     params = novelty.init(jax.random.key(3), layers=3, width=4, hidden=8)
     fixed = {name: x for name, x in params.items() if name.startswith(novelty.FROZEN)}
     trained = {name: x for name, x in params.items() if name not in fixed}
-    return Role(trained, fixed, moments(tx, trained), 0.0)
+    return Role(trained, fixed, tx.init(trained), 0.0)
 
 
 def batch() -> Any:

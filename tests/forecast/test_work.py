@@ -9,6 +9,7 @@ import pytest
 
 from configs import gvpo
 from jaxrl.forecast import program, work
+from jaxrl.model import flops
 from jaxrl.train import collate, loop, rounds, settings
 from tests.model.tiny import CONFIG, policy_on
 
@@ -16,7 +17,7 @@ from tests.model.tiny import CONFIG, policy_on
 def test_a_position_by_hand():
     # 2 layers of: query 16 x 4 x 8, key and value 16 x 2 x 8 each, output 4 x 8 x 16, three 16 x 24
     kernels = 2 * (512 + 2 * 256 + 512 + 3 * 384)
-    one = work.forward(CONFIG, 10)
+    one = flops.forward(CONFIG, 10)
     assert one.trunk == 2 * kernels
     assert one.head == 2 * 16 * 20
     # 5.5 keys seen in the mean, in 2 layers, by 4 heads: 8 products with each, 8 with its value
@@ -26,9 +27,9 @@ def test_a_position_by_hand():
 def test_a_local_layer_sees_its_window():
     local = dataclasses.replace(CONFIG, local_layers=(1, 0), window=3)
     # 1, 2, 3, 3, 3 keys; and all of 5 on the other layer
-    assert work.keys_seen(local, 0, 5) == 12 / 5
-    assert work.keys_seen(local, 1, 5) == 3
-    assert work.keys_seen(dataclasses.replace(local, window=50), 0, 5) == 3
+    assert flops.keys_seen(local, 0, 5) == 12 / 5
+    assert flops.keys_seen(local, 1, 5) == 3
+    assert flops.keys_seen(dataclasses.replace(local, window=50), 0, 5) == 3
 
 
 def test_a_token_goes_through_its_experts_only():
@@ -36,7 +37,7 @@ def test_a_token_goes_through_its_experts_only():
     sparse = dataclasses.replace(CONFIG, experts=experts)
     attention = 512 + 2 * 256 + 512
     router = 16 * 8
-    assert work.forward(sparse, 4).trunk == 2 * 2 * (attention + router + 2 * 3 * 16 * 6)
+    assert flops.forward(sparse, 4).trunk == 2 * 2 * (attention + router + 2 * 3 * 16 * 6)
 
 
 def test_the_formula_is_the_compilers_count_of_a_forward_pass():
@@ -48,17 +49,17 @@ def test_the_formula_is_the_compilers_count_of_a_forward_pass():
         return policy.logits(params, hidden.reshape(-1, hidden.shape[-1]))
 
     text = str(jax.jit(all_logits).lower(policy.shapes).compile().as_text())
-    one = work.forward(policy.config, tokens)
+    one = flops.forward(policy.config, tokens)
     over, _ = work.attention_overhead(policy.config, tokens, work.DENSE)
     right = 2 * tokens * one.scaled(1, over, 1).all
     assert program.count(text).flops == pytest.approx(right, rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "inner"])
-def test_the_formula_is_the_compilers_count_of_a_step(remat):
+@pytest.mark.parametrize(("remat", "logits_too"), [("full", True), ("inner", False)])
+def test_the_formula_is_the_compilers_count_of_a_step(remat, logits_too):
     config: Any = gvpo.get_config("tiny")
-    config.model.update(remat=remat, layers=9)  # so many are scanned
+    config.model.update(remat=remat, score_remat=logits_too, layers=9)  # so many are scanned
     config.train.micro_rollouts = 8
     config.sampler.update(max_new_tokens=16, prompt_buckets=(32,))
     phases = settings.phases(config)

@@ -33,7 +33,7 @@ def kernels() -> set[str]:
         found |= {
             f"{module.name}.{name}"
             for name, member in members.items()
-            if inspect.isfunction(member)
+            if (inspect.isfunction(member) or isinstance(member, jax.custom_vjp))
             and not name.startswith("_")
             and member.__module__ == f"jaxrl.kernels.{module.name}"
         }

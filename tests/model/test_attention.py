@@ -26,8 +26,16 @@ def rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", [{}, {"local_layers": (1,), "window": 40}], ids=["all", "local"])
-def test_the_kernel_gives_what_the_dense_form_gives(local):
+@pytest.mark.parametrize(
+    ("mesh", "local"),
+    [
+        ({"fsdp": 2, "tensor": 2}, {}),
+        ({"fsdp": 2, "tensor": 2}, {"local_layers": (1,), "window": 40}),
+        ({"fsdp": 2, "context": 2}, {}),
+    ],
+    ids=["all", "local", "context"],
+)
+def test_the_kernel_gives_what_the_dense_form_gives(mesh, local):
     tokens, position, segment = rows()
     weight = jnp.asarray(segment > 0)[..., None]
 
@@ -36,7 +44,7 @@ def test_the_kernel_gives_what_the_dense_form_gives(local):
 
     found = []
     for form in ("dense", "splash"):
-        policy = policy_on({"fsdp": 2, "tensor": 2}, attention=form, **FORM, **local)
+        policy = policy_on(mesh, attention=form, **FORM, **local)
         params = policy.init(jax.random.key(0))
         found.append(jax.jit(jax.value_and_grad(lambda p: value(policy, p)))(params))  # noqa: B023
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), *found)

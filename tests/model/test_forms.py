@@ -21,9 +21,10 @@ TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_sampler_says_what_the_trainer_says(name, tmp_path):
+def test_the_sampler_says_what_the_trainer_says(name, tmp_path, monkeypatch):
     policy, params = seeded(**FORMS[name])
     recorded = bool(policy.config.sparse_layers)
+    monkeypatch.setattr("jaxrl.model.sampler.PIECE", 2)  # a prompt is read in two pieces
     sampler = sampler_of(policy, params, tmp_path, record_routes=recorded)
     asked = [Request(row[:3], 1, i, 1.0, 5, frozenset()) for i, row in enumerate(TOKENS)]
     found = sampler.generate(asked)
@@ -245,6 +246,7 @@ def test_what_a_mesh_does_not_divide_is_refused_by_name():
             slots=2,
             prompt_buckets=(4,),
             max_new_tokens=2,
+            samples_per_prompt=1,
             record_routes=True,
         )
 

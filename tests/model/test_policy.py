@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.batch import View
 from jaxrl.kernels.readings import taken_logp
+from jaxrl.model import transformer
 from tests.model.tiny import (
     MESHES,
     STUDENT,
@@ -91,24 +92,26 @@ def test_packed_segments_equal_rows_of_their_own():
     assert other[1] != found[1]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 12, 100])
-def test_the_chunk_size_changes_nothing(chunk):
+@pytest.mark.parametrize(("chunk", "again"), [(1, True), (3, False), (4, True), (100, False)])
+def test_the_chunk_size_changes_nothing_nor_does_keeping_logits(chunk, again):
     policy, params = seeded()
-    small = policy_on(score_chunk_positions=chunk)
+    small = policy_on(score_chunk_positions=chunk, score_remat=again)
     batch = rows(TOKENS)
     weight = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6)), jnp.float32)
     right, found = gradient(policy, params, batch, weight), gradient(small, params, batch, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, right)
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_every_mesh_gives_the_same_loss_and_gradient(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "again"), [(sizes, sizes != {"fsdp": 2}) for sizes in MESHES], ids=str
+)
+def test_every_mesh_gives_the_same_loss_and_gradient(sizes, again):
     """case 40"""
     policy, params = seeded()
     generator = np.random.default_rng(1)
     batch = rows(generator.integers(0, 20, (4, 5)))
     weight = jnp.asarray(generator.normal(size=(4, 5)), jnp.float32)
-    sharded = policy_on(sizes, score_chunk_positions=2)
+    sharded = policy_on(sizes, score_chunk_positions=2, score_remat=again)
     right = gradient(policy, params, batch, weight)
     placed = jax.device_put(params, sharded.shardings)
     loss, grads = gradient(sharded, placed, batch, weight)
@@ -205,6 +208,16 @@ def test_a_tied_head_is_the_embedding():
     np.testing.assert_array_equal(before, after)
 
 
+def test_a_tied_model_with_a_head_of_its_own_is_the_same():
+    policy, params = seeded()
+    config, own = transformer.untied(policy.config, params)
+    assert not config.tied_head and set(own) == set(transformer.shapes(config))
+    loose = policy_on(tied_head=False)
+    told, again = (logp(p, x, rows([[3, 1, 4]])) for p, x in ((policy, params), (loose, own)))
+    np.testing.assert_allclose(told, again, atol=1e-6)
+    assert transformer.untied(config, own) == (config, own)
+
+
 def avals(jaxpr):
     """Every array of a jaxpr and of the jaxprs inside it."""
     for equation in jaxpr.eqns:
@@ -225,7 +238,8 @@ def test_no_array_is_as_wide_as_tokens_times_vocabulary():
     def dense(p):
         hidden = policy.hidden(p, facts.tokens, facts.position, facts.segment)
         logits = policy.logits(p, hidden[:, :-1].reshape(-1, width))
-        return taken_logp(logits, facts.tokens[:, 1:].reshape(-1)).mean()
+        logp = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(logp, facts.tokens[:, 1:].reshape(-1, 1), axis=1).mean()
 
     def widest(loss):
         return max(

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.model.sampler import Sampler, draw, invert
+from jaxrl.model.drawing import draw, invert, largest
+from jaxrl.model.sampler import Sampler
 from jaxrl.model.versions import write_weights
 from jaxrl.pool.contract import Request
 from jaxrl.pool.rollout import StopReason, Version
@@ -28,8 +29,11 @@ def group_of(temperature=1.0, samples=3, stop=()):
 
 @pytest.fixture(scope="module")
 def sampler(tmp_path_factory):
+    """Its prompts are read in pieces of four tokens."""
     policy, params = seeded()
-    return sampler_of(policy, params, tmp_path_factory.mktemp("weights"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrl.model.sampler.PIECE", 4)
+        yield sampler_of(policy, params, tmp_path_factory.mktemp("weights"))
 
 
 def ids(completions):
@@ -63,9 +67,20 @@ def test_greedy_is_the_argmax_of_the_full_forward(sampler):
 
 
 def test_a_sample_depends_on_nothing_but_its_request(sampler, tmp_path):
-    """not on its slot, its neighbours, their order or the attempt; a group's samples differ"""
+    """not on its slot, its neighbours, their order or the attempt, to the last bit; nor on what of
+    its prompt is held or shared; a group's samples differ"""
     requests = group_of()
-    together = ids(sampler.generate(requests))
+    found = sampler.generate(requests)
+    same = lambda one, other: np.testing.assert_array_equal(one.logp, other.logp)  # noqa: E731
+    for one, other in zip(found[::3], sampler.generate(requests[::3]), strict=True):
+        same(one, other)  # prompts that go alone have rows enough for all
+    later = request([*PROMPTS[2], 7, 7], 2)
+    sampler._prompts.clear()
+    cold = sampler.generate([later])[0]
+    sampler._prompts.clear()
+    sampler.generate([requests[6]])
+    same(cold, sampler.generate([later])[0])  # goes on from the first piece of the one before
+    together = ids(found)
     assert together == ids(sampler.generate(requests))
     assert together[::-1] == ids(sampler.generate(requests[::-1]))
     assert together[7] == ids(sampler.generate([requests[7]]))[0]
@@ -98,9 +113,10 @@ def test_each_bucket_compiles_once(sampler):
     """case 38"""
     for length, samples in itertools.product((1, 3, 4, 5, 8), (1, 2, 6)):
         sampler.generate([request([2] * length, 5, k, limit=1 + k % 5) for k in range(samples)])
-    assert sampler.compilations == {
-        "prefill/4": 1, "decode/4": 1, "prefill/8": 1, "decode/8": 1,
-    }  # fmt: skip
+    rows = {"2 x 4", "2 x 8"}
+    known = {f"{what}/{each}" for what in ("read", "decode") for each in rows} | {"admit"}
+    assert set(sampler.compilations.values()) == {1}
+    assert known <= set(sampler.compilations)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +164,7 @@ def test_nothing_is_served_before_the_first_weights():
         slots=2,
         prompt_buckets=(4,),
         max_new_tokens=2,
+        samples_per_prompt=1,
         record_routes=False,
     )
     with pytest.raises(RuntimeError, match="no weights"):
@@ -184,6 +201,15 @@ def test_draws_follow_the_probabilities_and_never_the_impossible():
         )
         token = np.asarray(jax.jit(invert)(jnp.asarray(rough), edges))
         assert (rough[np.arange(4), token] > 0).all()
+
+
+def test_the_largest_is_the_first_of_its_equals():
+    x = np.random.default_rng(0).integers(0, 9, (40, 300)).astype(np.float32)  # many are alike
+    x[0, :299], x[1], x[2, 140:] = -np.inf, -7, 9
+    index, value = jax.jit(largest)(jnp.asarray(x))
+    np.testing.assert_array_equal(index, x.argmax(-1))
+    np.testing.assert_array_equal(value, x.max(-1))
+    assert index[:3].tolist() == [299, 0, int(x[2].argmax())]
 
 
 def test_a_log_prob_is_never_positive_and_is_at_the_temperature():

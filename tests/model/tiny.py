@@ -128,7 +128,12 @@ def sampler_of(
 ) -> Sampler:
     """A sampler that has loaded these weights from disk."""
     settings: dict[str, Any] = dict(
-        seed=3, slots=4, prompt_buckets=(4, 8), max_new_tokens=5, record_routes=False
+        seed=3,
+        slots=4,
+        prompt_buckets=(4, 8),
+        max_new_tokens=5,
+        samples_per_prompt=3,
+        record_routes=False,
     )
     sampler = Sampler(policy, policy.mesh, **{**settings, **changes})
     digest = write_weights(path / "v=0-0", params, epoch=0, step=0)

@@ -36,7 +36,13 @@ SMALL = qwen3(
     score_chunk_positions=16,
 )
 SGD = optax.sgd(0.1)
-MESHES = [{"data": 1}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"data": 4}]
+MESHES = [
+    {"data": 1},
+    {"fsdp": 2},
+    {"fsdp": 2, "tensor": 2},
+    {"data": 4},
+    {"fsdp": 2, "context": 2},
+]
 ALGORITHMS = {
     "grpo": grpo(kl_weight=0.1, weighting="rollout_mean"),
     "gvpo": gvpo(coupling="weights", anchor="frozen"),

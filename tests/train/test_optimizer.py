@@ -24,6 +24,8 @@ PLAIN = OptimizerConfig(
     b2=0.95,
     epsilon=1e-8,
     weight_decay=0.0,
+    moments="float32",
+    rounding="nearest",
     clip_norm=1e9,
     train="auto",
     freeze=(),
@@ -63,6 +65,8 @@ def test_the_section_of_the_base_config_fits_field_by_field():
         ("b2", -0.1, "b2 < 1"),
         ("epsilon", 0.0, "> 0"),
         ("weight_decay", -1.0, ">= 0"),
+        ("moments", "float16", "float32, bfloat16"),
+        ("rounding", "up", "nearest, stochastic, masters"),
         ("clip_norm", 0.0, "> 0"),
         ("freeze", "router", "a sequence"),
         ("rates", "router", "pairs"),
@@ -98,6 +102,31 @@ def test_adamw_by_hand():
     params, state = after(config, {"w": jnp.array([2.0])}, {"w": jnp.array([0.25])})
     np.testing.assert_allclose(params["w"], [2 - 0.1 * (1 + 0.5 * 2)], rtol=1e-6)
     np.testing.assert_allclose(optax.tree.get(state, "mu")["w"], [0.025], rtol=1e-6)
+
+
+def test_clipped_adamw_is_optax_s_and_an_update_that_is_not_made_moves_no_moment():
+    config = but(name="adamw", weight_decay=0.5, clip_norm=1.0)
+    params = {"w": jnp.linspace(-1, 1, 8), "v": jnp.ones(3)}
+    grads = [{"w": jnp.sin(jnp.arange(8.0) + n), "v": jnp.full(3, 0.1 * n)} for n in range(4)]
+    grads.append(jax.tree.map(lambda g: g / 100, grads[0]))  # below the norm that is clipped
+    adamw = optax.adamw(0.1, b1=config.b1, b2=config.b2, eps=config.epsilon, weight_decay=0.5)
+    theirs, wanted = optax.chain(optax.clip_by_global_norm(1.0), adamw), params
+    known = theirs.init(params)
+    for grad in grads:
+        changes, known = theirs.update(grad, known, wanted)
+        wanted = optax.apply_updates(wanted, changes)
+    moved, state = after(config, params, *grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), moved, wanted)
+    for moments in ("float32", "bfloat16"):
+        tx = build(dataclasses.replace(config, moments=moments))
+        state = tx.update(grads[0], tx.init(params), params)[1]
+        bad = jax.tree.map(lambda g: g * jnp.nan, grads[1])
+        kept = tx.update(bad, state, params, made=jnp.array(False))[1]
+        for name in ("mu", "nu"):
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                *(optax.tree.get(s, name) for s in (kept, state)),
+            )
 
 
 def test_the_bias_that_balances_a_router_is_not_decayed():

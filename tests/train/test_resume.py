@@ -64,15 +64,18 @@ def unbroken(tmp_path_factory, environment):
     return workdir
 
 
+OWN = ("epoch", "accounts", "began")
+
+
 def ending(workdir):
-    """Everything that the last checkpoint holds, but for the count of restarts."""
+    """Everything that the last checkpoint holds, but for the count of restarts and the clock."""
     newest = workdir / "checkpoints" / str(STEPS)
     items = ocp.args.Composite(state=ocp.args.PyTreeRestore(), host=ocp.args.JsonRestore())
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(), host=ocp.JsonCheckpointHandler()
     )
     read = ocp.Checkpointer(handler).restore(newest, args=items)
-    host = {name: value for name, value in read.host.items() if name not in ("epoch", "accounts")}
+    host = {name: value for name, value in read.host.items() if name not in OWN}
     return {name: np.asarray(x) for name, x in read.state.items()}, host
 
 

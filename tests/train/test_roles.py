@@ -22,7 +22,7 @@ from jaxrl.train.step import follow
 from tests.train.test_step import ADAM, assert_close, assert_same
 from tests.train.toy import Bigram, batch_of, group, mesh_of, random_groups, state_of, step_of
 
-SGD = optax.sgd(0.3)
+SGD = optax.sgd(0.1)  # small enough that rounding does not grow from update to update
 RATE = 0.75  # of the old average
 PLAIN = tuple((who, "plain") for who in ("student", "teacher", "self", "reference"))
 
@@ -139,20 +139,25 @@ def test_an_update_that_is_skipped_moves_no_average(twice_two, single):
 
 
 def test_a_lesson_is_not_seen_before_the_next_take(twice_two):
-    """R6: the student of a take is the same bit for bit whether its teacher learns or not."""
+    """R6: the student of a take is the same bit for bit whatever its teacher learns, and the same
+    as in the program in which it learns nothing."""
     before = jax.device_get(start(True))
     alone, told = twice_two[False](start(False), BATCH)
     taught, metrics = twice_two[True](start(True), BATCH)
+    rewarded = dataclasses.replace(BATCH, reward=1 - BATCH.reward)
+    otherwise = jax.device_get(twice_two[True](start(True), rewarded)[0])
     for who in ("student", "self", "reference"):
-        assert_same(jax.device_get(taught.roles[who]), jax.device_get(alone.roles[who]))
+        assert_same(jax.device_get(taught.roles[who]), otherwise.roles[who])
+        assert_close(jax.device_get(taught.roles[who]), jax.device_get(alone.roles[who]))
     assert_same(jax.device_get(alone.roles["teacher"].all), before.roles["teacher"].all)
     moved = jax.device_get(taught.roles["teacher"])
     assert set(moved.params) == {"embed", "head"}
     for name, x in moved.params.items():
         assert not np.array_equal(x, before.roles["teacher"].all[name])
+        assert not np.array_equal(x, otherwise.roles["teacher"].params[name])
     assert_same(moved.frozen, before.roles["teacher"].frozen)
     mine = {name: x for name, x in metrics.items() if not name.startswith("teacher/")}
-    assert_same(mine, told)
+    assert_close(mine, told)
     second, told_second = twice_two[True](taught, BATCH)
     again, told_again = twice_two[False](alone, BATCH)
     assert told_second["loss/total"] != told_again["loss/total"]  # now it is seen
@@ -172,7 +177,7 @@ def test_a_lesson_is_its_own_gradient_with_the_models_of_the_takes_start(twice_t
     lesson, policy = Graded(), Bigram()
     models = {who: role.all for who, role in state.roles.items()}
     teacher = state.roles["teacher"]
-    params, moments = teacher.params, states.moments(ADAM, teacher.params)
+    params, moments = teacher.params, ADAM.init(teacher.params)
 
     def loss(params, batch):
         who = {**models, "teacher": {**teacher.frozen, **params}}
@@ -206,7 +211,8 @@ def test_four_devices_teach_the_same(twice_two):
     found = jax.device_get(spread(start(True, mesh), BATCH)[0])
     for who in ("student", "self", "teacher"):  # after four steep steps
         for name, x in wanted.roles[who].params.items():
-            np.testing.assert_allclose(found.roles[who].params[name], x, atol=1e-3)
+            # Steep steps grow what rounding leaves: numbers here go up to 70.
+            np.testing.assert_allclose(found.roles[who].params[name], x, rtol=1e-4, atol=1e-3)
 
 
 def test_run_4_equals_run_2_then_run_2(twice_two, tmp_path):

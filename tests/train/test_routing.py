@@ -218,6 +218,15 @@ def test_the_balance_term_is_one_sum_over_tokens_and_no_part_of_the_loss(free):
     assert metrics["router/balance"] == pytest.approx(float(value) / weight, rel=1e-5)
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_only_the_balance_term_needs_a_pass_for_the_loads_at_the_start(weight):
+    routed = dataclasses.replace(FREE, balance_weight=weight)
+    step = step_of(GRPO, SGD, micro=8, size=2, policy=policy_on(), routed=routed)
+    batch = jax.tree.map(jnp.asarray, take())
+    plan = step.plan(batch.valid.shape[0], False)
+    assert (step.blind_credit(batch, plan) is None) == (weight > 0)
+
+
 def test_the_distance_from_the_start_is_that_of_the_parameters(free):
     state, metrics = free
     for layer in range(2):

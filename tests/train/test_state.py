@@ -8,13 +8,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl.algorithms.contract import load
+from jaxrl.model import transformer
 from jaxrl.train import state as states
+from jaxrl.train.optimizer import build
+from tests.model.tiny import logp, rows, seeded
+from tests.train.test_optimizer import but
 from tests.train.toy import Bigram, mesh_of, state_of
 
 
 def created(**changes):
     arguments = {"freeze": (), "roles": {"student"}, "key": jax.random.key(3), "step": 5}
-    params = Bigram().init(jax.random.key(0))
+    params = changes.pop("params", None) or Bigram().init(jax.random.key(0))
     return params, states.create(params, optax.adam(0.1), **(arguments | changes))
 
 
@@ -48,13 +52,25 @@ def test_the_state_owns_its_arrays():
 
 def test_moments_are_float32_whatever_the_parameters_are():
     params = {name: x.astype(jnp.bfloat16) for name, x in Bigram().init(jax.random.key(0)).items()}
-    state = states.create(
-        params, optax.adam(0.1), freeze=(), roles={"student"}, key=jax.random.key(0), step=0
-    )
+    tx = build(but(name="adamw"))
+    key = jax.random.key(0)
+    state = states.create(params, tx, freeze=(), roles={"student"}, key=key, step=0)
     student = state.roles["student"]
     assert student.params["embed"].dtype == jnp.bfloat16
     for name in ("mu", "nu"):
         assert optax.tree.get(student.opt_state, name)["embed"].dtype == jnp.float32
+
+
+def test_a_reference_in_half_the_bytes_scores_the_same_bits():
+    policy, params = seeded(dtype="bfloat16")
+    read_in = transformer.read_in(policy.config)
+    _, state = created(roles={"student", "reference"}, params=params, read_in=read_in)
+    held = states.models_of(state.roles)
+    narrow = {name for name, x in held["reference"].items() if x.dtype == jnp.bfloat16}
+    assert narrow == {n for n in params if n.split("/")[-1] in ("embedding", "kernel")}
+    batch = rows(jax.random.randint(jax.random.key(5), (2, 7), 0, policy.config.vocab_size))
+    student, reference = (logp(policy, held[who], batch) for who in ("student", "reference"))
+    np.testing.assert_array_equal(student, reference)
 
 
 def test_a_role_that_nothing_builds():

@@ -17,6 +17,7 @@ from jaxrl.kernels.weights import rollout_mean, token_mean
 from jaxrl.pool.rollout import Failure, StopReason
 from jaxrl.train import optimizer
 from jaxrl.train.collate import collate
+from jaxrl.train.rounding import onto_weights
 from tests.train.toy import (
     VOCAB,
     Bigram,
@@ -253,6 +254,8 @@ ADAM = optimizer.build(
         b2=0.95,
         epsilon=1e-8,
         weight_decay=0.1,
+        moments="float32",
+        rounding="nearest",
         clip_norm=1.0,
         train="auto",
         freeze=(),
@@ -388,7 +391,7 @@ def test_steps_too_small_for_the_masters_show(dtype, still):
 
     One token of the vocabulary is a prompt: in float32 its embedding moves, an eighth of all.
     """
-    algorithm, tx = Charge("token_mean"), optax.adam(3e-6)
+    algorithm, tx = Charge("token_mean"), onto_weights(optax.adam(3e-6), "nearest")
     params = {name: x.astype(dtype) for name, x in Bigram().init(jax.random.key(0)).items()}
     state = state_of(algorithm, tx, freeze=("head", "scale"), params=params)
     batch = charge_batch([charged(i, [1], tokens=[2]) for i in range(3)])

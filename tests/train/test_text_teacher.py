@@ -10,7 +10,7 @@ from etils import epath
 
 from jaxrl.mesh import make_mesh
 from jaxrl.model.versions import write_weights
-from jaxrl.train import rounds, settings
+from jaxrl.train import pools, rounds, settings
 from jaxrl.train.settings import Phase
 from tests.train.toy import rollout
 
@@ -46,7 +46,7 @@ def test_it_scores_the_text_in_its_own_tokens(desk):
     params = form.init(jax.random.key(3))
     write_weights(root / "weights", params, epoch=0, step=0)
     rounds.check_stored(phase, parts, root)
-    annotate = rounds.text_teacher(phase, parts, root)
+    annotate = pools.text_teacher(phase, parts, root)
     assert annotate is not None
     question = parts.source.tasks("train")[0]
     own = parts.tokenizer.encode(question.prompt)

@@ -1,0 +1,39 @@
+"""Checks of a section's fields: ValueError naming section, field, value and what is allowed."""
+
+from typing import Any
+
+from jaxrl.pool.characters import WIDTHS
+
+TOKENIZERS = ("sentencepiece", *WIDTHS)  # made from the task's text
+
+
+def at_least(section: str, record: Any, *fields: str, least: float = 1) -> None:
+    """ValueError naming the field of a record that is below ``least``."""
+    for field in fields:
+        value = record.__dict__[field]
+        if not value >= least:
+            raise ValueError(f"{section}.{field}={value!r} is too small; allowed: >= {least}")
+
+
+def one_of(section: str, record: Any, field: str, allowed: tuple[str, ...]) -> None:
+    """A field that is one of some words."""
+    value = record.__dict__[field]
+    if value not in allowed:
+        raise ValueError(f"{section}.{field}={value!r} is unknown; allowed: {', '.join(allowed)}")
+
+
+def named_tokenizer(section: str, record: Any, made: tuple[str, ...]) -> None:
+    """A tokenizer that is made, or a published one at a path."""
+    value = record.tokenizer
+    if value not in made and "/" not in value:
+        raise ValueError(
+            f"{section}.tokenizer={value!r} is unknown; allowed: {', '.join(made)}, or a published "
+            "tokenizer (a path with a /)"
+        )
+
+
+def ladder(section: str, record: Any, field: str) -> None:
+    """Increasing positive lengths."""
+    value = record.__dict__[field]
+    if not value or list(value) != sorted(set(value)) or value[0] < 1:
+        raise ValueError(f"{section}.{field}={value!r}; allowed: increasing positive lengths")

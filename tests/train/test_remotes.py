@@ -1,0 +1,97 @@
+"""The fields of a remote pool: what is refused, what is warned of, and what helpers are told."""
+
+import dataclasses
+import json
+import types
+from typing import Any, cast
+
+import pytest
+from etils import epath
+
+from jaxrl.pool.contract import PoolError
+from jaxrl.train import remotes
+from tests.train.test_settings import config, last
+
+
+def phase(algorithm: dict[str, Any] | None = None, **pool: Any):
+    made = config()
+    made.pool.update({"kind": "remote", "gateway": "http://127.0.0.1:9", "launcher": "none"} | pool)
+    return dataclasses.replace(last(made), algorithm=algorithm or {"name": "grpo"})
+
+
+@pytest.mark.parametrize(
+    ("pool", "match"),
+    [
+        ({"ledger": "mysql://x"}, "pool.ledger='mysql://x'; allowed: 'sqlite', or postgresql://"),
+        ({"staleness": -1}, "pool.staleness=-1 is too small; allowed: >= 0"),
+        (
+            {"over_age": "ignore"},
+            "pool.over_age='ignore' is unknown; allowed: drop, wait",
+        ),
+        ({"lease_s": 0.0}, "pool.lease_s=0.0 is too small"),
+        ({"max_attempts": 0}, "pool.max_attempts=0 is too small"),
+        ({"min_group": 99}, "pool.min_group=99; allowed: 0 .all. to pool.rollouts_per_group=4"),
+        ({"engine": "vllm"}, "pool.engine='vllm'; allowed: 'sampler', or serve:, vllm: or sglang:"),
+        ({"engine": "sampler:x"}, "pool.engine='sampler:x'"),
+        ({"launcher": "slurm"}, "pool.launcher='slurm' is unknown"),
+        (
+            {"publish_every_steps": 2},
+            "allowed with pool.kind='remote': 1 to pool.staleness",
+        ),
+        ({"publish_every_steps": 0, "staleness": 3}, "pool.publish_every_steps=0"),
+    ],
+)
+def test_a_field_is_refused_by_name(pool, match):
+    with pytest.raises(ValueError, match=match):
+        phase(**pool)
+
+
+def test_weights_may_be_rare_where_samples_may_be_old():
+    assert phase(publish_every_steps=4, staleness=3).pool.staleness == 3
+
+
+def test_age_without_a_bound_on_the_ratio_is_warned_of():
+    bare = phase({"name": "bare"}, staleness=2)
+    with pytest.warns(UserWarning, match="pool.staleness=2 with algorithm 'bare', which bounds no"):
+        remotes.warn_of_age(bare)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "algorithm"),
+    [
+        (0, {"name": "bare"}),
+        (2, {"name": "grpo", "mismatch": "truncate"}),
+        (2, {"name": "rloo", "mismatch_cap": 2.0}),
+    ],
+)
+def test_nothing_else_is_warned_of(staleness, algorithm, recwarn):
+    remotes.warn_of_age(phase(algorithm, staleness=staleness))
+    assert not recwarn.list
+
+
+def test_a_ledger_is_refused_in_a_bucket():
+    parts: Any = None
+    with pytest.raises(ValueError, match="pool.local_dir=''.*a folder on a local disk"):
+        remotes.open_remote(
+            phase(), parts, epath.Path("gs://bucket/run/pool"), "run", keep=None, annotate=None
+        )
+
+
+def test_helpers_are_told_what_they_need_as_json(tmp_path):
+    told = remotes.described(phase(), str(tmp_path), "run", "ledger", "spool")
+    again = json.loads(json.dumps(told))
+    assert again["model"]["width"] == 32 and again["task"]["reward"] == "exact"
+    assert again["pool"]["lease_s"] == 60.0 and again["sampler"]["temperature"] == 1.0
+    assert set(again["mesh"].values()) == {1}
+
+
+def test_a_pool_whose_gateway_others_started_is_opened_without_helpers(tmp_path):
+    from tests.pool.scripted import Letters, Sums
+
+    parts = cast(Any, types.SimpleNamespace(tokenizer=Letters(), source=Sums(8)))
+    asked = phase(watchdog_s=0.2)
+    pool = remotes.open_remote(asked, parts, epath.Path(tmp_path), "run", keep=None, annotate=None)
+    with pytest.raises(PoolError, match="no weights were published"):
+        pool.take(2, 0)
+    assert (tmp_path / "ledger" / "late.sqlite").exists()
+    pool.close()
