@@ -8,14 +8,14 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Messages = Sequence[Mapping[str, str]]  # each: role and content
+Messages = Sequence[Mapping[str, Any]]  # each: role and content, and what templates know besides
 
 # Templates that ask for today's date get this day, the one that Llama's falls back to: a run that
 # is continued tomorrow asks what it asked today.
@@ -100,12 +100,19 @@ class ChatTemplate:
         self._tails = {text[cut:] for text in texts for cut in range(1, len(text))}
         self._heads = {text[:cut] for text in texts for cut in range(1, len(text))}
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """The text that the template makes of messages. ValueError with the template's reason if it
-        refuses them."""
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text that the template makes of messages, and of the tools that it may show.
+        ValueError with the template's reason if it refuses them."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
+                tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 **self._names,
             )
@@ -113,18 +120,27 @@ class ChatTemplate:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"the chat template fails: {reason}") from error
 
-    def stretches(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[Stretch]:
+    def stretches(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[Stretch]:
         """The rendered text, cut at the control tokens that the template wrote.
 
-        The texts together are ``render``'s, but for whitespace that control tokens take.
+        The texts together are ``render``'s, but for whitespace that control tokens take. Whatever
+        messages and tools say counts as said, names and arguments too; a role does not.
         """
-        said = "".join(message["content"] for message in messages) + self._source
+        said = "".join(_texts([messages, tools])) + self._source
         opens, closes, *_ = (sign for sign in _PRIVATE if sign not in said)
-        marked = [
-            {**message, "content": self._marked(message["content"], opens, closes)}
-            for message in messages
-        ]
-        text = self.render(marked, add_generation_prompt=add_generation_prompt)
+
+        def marked(value: Any) -> Any:
+            return _mapped(value, lambda content: self._marked(content, opens, closes))
+
+        text = self.render(
+            marked(messages), tools=marked(tools), add_generation_prompt=add_generation_prompt
+        )
         found: list[Stretch] = []
         start, taken = 0, False
         for match in self._written(text, opens, closes):
@@ -165,6 +181,24 @@ class ChatTemplate:
             end = len(marked.rstrip())
             marked = marked[:end] + closes + marked[end:]
         return marked
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A nest of lists and mappings with its texts changed, all but roles and keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: v if k == "role" else _mapped(v, change) for k, v in value.items()}
+    if isinstance(value, Sequence):
+        return [_mapped(one, change) for one in value]
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts of a nest."""
+    found: list[str] = []
+    _mapped(value, lambda text: found.append(text) or text)
+    return found
 
 
 def _unmarked(text: str, opens: str, closes: str) -> str:

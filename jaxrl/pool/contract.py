@@ -3,7 +3,7 @@ elsewhere."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,12 +43,14 @@ class Manifest:
     step: int
     groups: Sequence[tuple[int, str]]  # (group id, content hash of the group's rollouts)
     counts: Mapping[str, int]  # filtered, refilled, rejected_ragged, rejected_long, failed, ...
+    # what else is measured: staleness, what dropping shifts; not the same when a step runs again
+    readings: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One sample to generate. Its key is fold_in(seed, group, sample, token): no slot, no
-    attempt."""
+class Request(NamedTuple):
+    """One answer to generate. Its key is fold_in(seed, group, sample, token): no slot, no
+    attempt. Later calls of a conversation fold in their number as well; an answer that is gone on
+    with, its beginning at the prompt's end, keeps the keys of its tokens."""
 
     prompt: Sequence[int]
     group: int
@@ -56,6 +58,8 @@ class Request:
     temperature: float  # 0 is greedy and allowed for evaluation only
     max_new_tokens: int
     stop_ids: frozenset[int]
+    call: int = 0  # number of the call in its conversation
+    first: int = 0  # index of the first new token in the answer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ from jaxrl.pool.cursor import Cursor
 from jaxrl.pool.deadline import within
 from jaxrl.pool.draws import Draws
 from jaxrl.pool.judging import Outcome, judge
+from jaxrl.pool.prompts import prompt_ids, refusal
 from jaxrl.pool.rollout import (
     ACTION,
     FEEDBACK,
@@ -256,13 +257,13 @@ class LocalPool:
             number = self._cursor.position
             self._cursor.position += 1
             task = self._draws.task(number)
-            prompts = self._prompts(task)
-            refusal = self._refusal(task, prompts)
-            if refusal is None:
+            prompts = prompt_ids(self._source, self._tokenizer, task, self._rollouts_per_group)
+            refused = self._refusal(task, prompts)
+            if refused is None:
                 drawn.append(_Drawn(number, task, prompts))
                 passed = 0
                 continue
-            counts[refusal] += 1
+            counts[refused] += 1
             passed += 1
             if passed > len(self._tasks):
                 raise PoolError(
@@ -271,32 +272,10 @@ class LocalPool:
                 )
         return drawn
 
-    def _prompts(self, task: Question) -> list[list[int]]:
-        """The ids of each sample's prompt; each text is encoded once. PoolError if the source
-        cannot tell them."""
-        samples = self._rollouts_per_group
-        texts: Sequence[str] = [task.prompt] * samples
-        if self._source.grouped:
-            try:
-                texts = self._source.prompts(task, samples)
-            except Exception as error:
-                raise PoolError(
-                    f"the prompts of task {task.key!r} failed: {type(error).__name__}: {error}"
-                ) from error
-        if len(texts) != samples:
-            raise PoolError(
-                f"task {task.key!r} has {len(texts)} prompts for {samples} samples; one each"
-            )
-        ids = {text: self._tokenizer.prompt(text) for text in dict.fromkeys(texts)}
-        return [ids[text] for text in texts]
-
     def _refusal(self, task: Question, prompts: Sequence[Sequence[int]]) -> str | None:
         if len(self._failures.get(task.content_hash, ())) >= QUARANTINE_AFTER:
             return "quarantined"
-        lengths = [len(prompt) for prompt in prompts]
-        if not min(lengths):
-            return "rejected_empty"
-        return "rejected_long" if max(lengths) > self._max_prompt_tokens else None
+        return refusal(prompts, self._max_prompt_tokens)
 
     # -- attempts
 

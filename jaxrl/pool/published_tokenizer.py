@@ -13,10 +13,10 @@ Control tokens are those that the files call special. A piece that they merely a
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
-from jaxrl.pool.chat import ChatTemplate, Messages
+from jaxrl.pool.chat import ChatTemplate, Messages, Stretch
 from jaxrl.pool.pieces import spelled
 from jaxrl.pool.published_files import published
 from jaxrl.pool.tokenizer import NO_TEXT
@@ -117,15 +117,54 @@ class PublishedTokenizer:
         begin = [] if self._first is None else [self._first]
         return [*begin, *self.encode(text)] if text else []
 
-    def chat_ids(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_ids(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Ids of a conversation (each message: role and content) as the template renders it.
         ValueError if it refuses it, or if there is none."""
+        found = self._chat(messages, tools, add_generation_prompt)
+        return self._spelled(found, inside=False)
+
+    def following_ids(
+        self, messages: Messages, known: int, *, tools: Sequence[Any] = ()
+    ) -> list[int] | None:
+        """Ids from the end of the answer ``messages[known - 1]``, the turn's end included, to where
+        the next answer begins: what is put behind an answer's own ids, which stay as they are,
+        whatever the template would now make of them.
+
+        None if the template shows that answer no more, or refuses an answer without the tool calls
+        that it made.
+        """
+        sign = _ANSWER
+        while sign in str([messages, tools]):
+            sign += _ANSWER[-1]
+        said = [dict(one) for one in messages]
+        said[known - 1] = {"role": "assistant", "content": sign}
+        try:
+            found = self._chat(said, tools, True)
+        except ValueError:
+            return None
+        at = next((place for place, one in enumerate(found) if sign in one.text), None)
+        if at is None:
+            return None
+        after = found[at].text.split(sign, 1)[1]
+        tail = [Stretch(after, None), *found[at + 1 :]] if after else found[at + 1 :]
+        return self._spelled(tail, inside=True)
+
+    def _chat(self, messages: Messages, tools: Sequence[Any], asks: bool) -> list[Stretch]:
         if self._template is None:
             raise ValueError("chat='off'; allowed with messages: chat='template'")
+        return self._template.stretches(messages, tools=tools, add_generation_prompt=asks)
+
+    def _spelled(self, found: Sequence[Stretch], inside: bool) -> list[int]:
+        """Ids of stretches; ``inside``: others stand before them."""
         ids: list[int] = []
-        found = self._template.stretches(messages, add_generation_prompt=add_generation_prompt)
         for place, one in enumerate(found):
-            inside = place > 0 and self._pieces.prefix_once
+            inside = (inside or place > 0) and self._pieces.prefix_once
             control, text = one.control, one.text
             ids += [control.id] if control else spelled(self._pieces, text, inside=inside)
         return ids

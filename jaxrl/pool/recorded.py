@@ -2,8 +2,8 @@
 records.
 
 Grain gives the order: a source with random access under a seeded shuffle that is new in each epoch,
-so a position is the whole state. This module imports grain, which imports jax; it starts no backend
-and touches no array of it.
+so a position is the whole state. A pool imports grain, which imports jax; it starts no backend and
+touches no array of it.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from jaxrl.pool.contract import (
@@ -85,6 +84,8 @@ class RecordedPool:
         max_refills: int = 4,
         quarantine: str | os.PathLike[str] | None = None,
     ) -> None:
+        import grain  # slow to load, and many runs have no records
+
         entries, self.damages = index(path, quarantine=quarantine)
         groups: dict[tuple[str, int], dict[str, Entry]] = {}
         for entry in entries:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 knew no records of many rollouts
 
 # Kinds of tokens; jaxrl.batch holds the same numbers for the device.
 PAD, PROMPT, ACTION, FEEDBACK, INJECTED = range(5)
@@ -28,6 +28,7 @@ COLUMNS: Mapping[str, str] = {
     "version_index": "<u2",
     "temperature": "<f4",
 }
+TYPES = {name: np.dtype(dtype) for name, dtype in COLUMNS.items()}
 NOT_SAMPLED = 65535  # version_index of a token that no policy sampled
 ROUNDING = 1e-6  # nats by which a float32 log-prob may come out above 0
 
@@ -118,7 +119,10 @@ class Rollout:
         repaired.
         """
         self._check_lengths()
-        self._check_values()
+        self._check_outcome()
+        _check_numbers([self])
+
+    def _check_outcome(self) -> None:
         if self.reward is not None:
             if not math.isfinite(self.reward):
                 raise ValueError(
@@ -133,46 +137,26 @@ class Rollout:
 
     def _check_lengths(self) -> None:
         lengths: dict[str, int] = {}
-        for name, dtype in COLUMNS.items():
+        for name, dtype in TYPES.items():
             array = self.__dict__[name]
-            if (
-                not isinstance(array, np.ndarray)
-                or array.ndim != 1
-                or array.dtype != np.dtype(dtype)
-            ):
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
                 shape = (
                     f"{array.dtype}{list(array.shape)}"
                     if isinstance(array, np.ndarray)
                     else type(array).__name__
                 )
-                raise ValueError(f"{name} is {shape}; allowed: {np.dtype(dtype).name}[token]")
+                raise ValueError(f"{name} is {shape}; allowed: {dtype.name}[token]")
             lengths[name] = len(array)
         if len(set(lengths.values())) > 1:
             raise RaggedError(
                 f"token arrays differ in length: {lengths}; allowed: one length for all"
             )
 
-    def _check_values(self) -> None:
-        if self.kind.size and self.kind.max() > INJECTED:
-            raise ValueError(f"kind={self.kind.max()} is unknown; allowed: 0..{INJECTED}")
-        sampled = self.version_index[self.version_index != NOT_SAMPLED]
-        if sampled.size and sampled.max() >= len(self.versions):
-            raise ValueError(
-                f"version_index={sampled.max()}; allowed: < {len(self.versions)} or {NOT_SAMPLED}"
-            )
-        possible = (self.logp <= ROUNDING) & np.isfinite(self.logp)
-        if not possible.all():
-            raise ValueError(f"logp={self.logp[~possible][0]}; allowed: finite, at most 0 nats")
-        if not np.all((self.temperature > 0) & np.isfinite(self.temperature)):
-            worst = self.temperature.min()
-            raise ValueError(f"temperature={worst}; allowed: > 0, greedy is refused for training")
-
     @property
     def idempotency_key(self) -> str:
         """Names this attempt for ever: H(run, group, sample, attempt)."""
-        identity = json.dumps(
-            [self.run_id, self.group_id, self.sample, self.attempt], separators=(",", ":")
-        )
+        numbers = f"{self.group_id},{self.sample},{self.attempt}"
+        identity = f"[{json.dumps(self.run_id)},{numbers}]"
         return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     @property
@@ -201,10 +185,10 @@ class Rollout:
             "schema_version": SCHEMA_VERSION,
             "idempotency_key": self.idempotency_key,
         }
-        for field in dataclasses.fields(self):
-            if field.name not in COLUMNS:
-                header[field.name] = self.__dict__[field.name]
-        header["versions"] = [dataclasses.astuple(version) for version in self.versions]
+        header |= vars(self)
+        for name in COLUMNS:
+            del header[name]
+        header["versions"] = [(one.epoch, one.step, one.digest) for one in self.versions]
         header["reward_components"] = dict(self.reward_components)
         header["times"] = dict(self.times)
         header["facts"] = {
@@ -214,7 +198,9 @@ class Rollout:
 
     def to_columns(self) -> dict[str, np.ndarray]:
         """The token arrays, and those of the facts under ``facts/``, little-endian."""
-        columns = {name: self.__dict__[name].astype(dtype) for name, dtype in COLUMNS.items()}
+        columns = {
+            name: self.__dict__[name].astype(dtype, copy=False) for name, dtype in TYPES.items()
+        }
         for name, fact in self.facts.items():
             if isinstance(fact, np.ndarray):
                 columns[FACT_COLUMN + name] = fact.astype(fact.dtype.newbyteorder("<"))
@@ -248,6 +234,45 @@ class Rollout:
         rollout = cls(**values)
         rollout.check()
         return rollout
+
+
+def check_all(rollouts: Sequence[Rollout]) -> None:
+    """``check`` of each; quicker, for their numbers are looked at together."""
+    for rollout in rollouts:
+        rollout._check_lengths()
+        rollout._check_outcome()
+    if rollouts:
+        _check_numbers(rollouts)
+
+
+def _check_numbers(rollouts: Sequence[Rollout]) -> None:
+    """What stands in the token arrays, of all rollouts at once."""
+
+    def column(name: str) -> np.ndarray:
+        found = [rollout.__dict__[name] for rollout in rollouts]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    kind = column("kind")
+    if not kind.size:
+        return
+    if kind.max() > INJECTED:
+        raise ValueError(f"kind={kind.max()} is unknown; allowed: 0..{INJECTED}")
+    index, least = column("version_index"), min(len(rollout.versions) for rollout in rollouts)
+    if (wrong := (index != NOT_SAMPLED) & (index >= least)).any():
+        known = np.repeat([len(r.versions) for r in rollouts], [len(r.tokens) for r in rollouts])
+        if (wrong := wrong & (index >= known)).any():
+            raise ValueError(
+                f"version_index={index[wrong].max()}; allowed: < {known[wrong][0]} or {NOT_SAMPLED}"
+            )
+    # Not a number comes out of a minimum and a maximum as such, and fits no bound.
+    logp = column("logp")
+    if not (logp.min() > -math.inf and logp.max() <= ROUNDING):
+        possible = (logp <= ROUNDING) & np.isfinite(logp)
+        raise ValueError(f"logp={logp[~possible][0]}; allowed: finite, at most 0 nats")
+    temperature = column("temperature")
+    worst = temperature.min()
+    if not (worst > 0 and temperature.max() < math.inf):
+        raise ValueError(f"temperature={worst}; allowed: > 0, greedy is refused for training")
 
 
 def check_schema(version: Any) -> None:

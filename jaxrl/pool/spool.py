@@ -5,30 +5,38 @@
     block   = u32 bytes, u32 crc32c, the bytes
     blocks  = the header; then its ``columns`` [[name, dtype], ...] in that order
 
-A record's frame has a check of its own, so a broken block costs one record and a broken frame the
+A record is a rollout, or many that are alike (``jaxrl.pool.rows``; its header has ``rows``). A
+record's frame has a check of its own, so a broken block costs one record and a broken frame the
 rest of the file.
 """
 
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 import os
 import pathlib
 import struct
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
 
-from jaxrl.pool.rollout import SCHEMA_VERSION, Rollout, check_schema
+from jaxrl.pool.compact import compact
+from jaxrl.pool.rollout import SCHEMA_VERSION, TYPES, Rollout, check_schema
+from jaxrl.pool.rows import rollouts
 
 SUFFIX = ".rollouts"
+RECORDS = 8  # that were read last and are kept: neighbours of a group lie in one
 
 _FILE_MAGIC = b"JAXRLREC"
 _RECORD_MAGIC = b"ROLL"
 _SCHEMA = struct.Struct("<I")
 _FRAME = struct.Struct("<4sQI")
 _BLOCK = struct.Struct("<II")
+_NAMED: list[list[Any]] = [[name, dtype.str] for name, dtype in TYPES.items()]
 
 
 class RecordError(ValueError):
@@ -50,7 +58,7 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a readable record lies, and whose it is."""
+    """Where a readable rollout lies, and whose it is."""
 
     path: pathlib.Path
     offset: int
@@ -59,29 +67,45 @@ class Entry:
     sample: int
     idempotency_key: str
     digest: str
+    row: int = 0  # of its record, if that holds several
 
 
-def _block(data: bytes) -> bytes:
-    return _BLOCK.pack(len(data), google_crc32c.value(data)) + data
-
-
-def encode(rollout: Rollout) -> bytes:
-    """A rollout as one record."""
-    rollout.check()
+def encode(rollout: Rollout, *, checked: bool = False) -> bytes:
+    """A rollout as one record. ValueError, naming the field, if it does not fit together; one that
+    is ``checked`` is not looked at again."""
+    if not checked:
+        rollout.check()
     columns = rollout.to_columns()
+    named = [*_NAMED]
     for name, column in columns.items():
+        if name in TYPES:
+            continue
         if column.dtype.hasobject or column.ndim < 1 or 0 in column.shape[1:]:
             raise ValueError(
                 f"column {name} is {column.dtype}{list(column.shape)}; allowed: numbers, one axis "
                 "or more, none but the first empty"
             )
-    # The first axis follows from the block's length; the others stand behind the type.
-    named = [[name, c.dtype.str, *c.shape[1:]] for name, c in columns.items()]
-    header = rollout.to_header() | {"columns": named}
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False, sort_keys=True)
-    blocks = _block(text.encode()) + b"".join(
-        _block(column.tobytes()) for column in columns.values()
-    )
+        # The first axis follows from the block's length; the others stand behind the type.
+        named.append([name, column.dtype.str, *column.shape[1:]])
+    return _framed(rollout.to_header() | {"columns": named}, columns)
+
+
+def encode_rows(
+    shared: Mapping[str, Any], rows: Mapping[str, Any], columns: Mapping[str, np.ndarray]
+) -> bytes:
+    """Many rollouts as one record; see ``jaxrl.pool.rows``. ValueError for a number that is not
+    finite, TypeError for what JSON has not."""
+    named = [[name, column.dtype.str] for name, column in columns.items()]
+    header = {"schema_version": SCHEMA_VERSION, **shared, "rows": rows, "columns": named}
+    return _framed(header, columns)
+
+
+def _framed(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
+    """A record of its header and columns."""
+    parts: list[bytes] = []
+    for part in (compact(header), *[one.tobytes() for one in columns.values()]):
+        parts += (_BLOCK.pack(len(part), google_crc32c.value(part)), part)
+    blocks = b"".join(parts)
     length = struct.pack("<Q", len(blocks))
     return _FRAME.pack(_RECORD_MAGIC, len(blocks), google_crc32c.value(length)) + blocks
 
@@ -103,6 +127,12 @@ class Writer:
     def append(self, rollout: Rollout) -> None:
         """Add one rollout. ValueError, with nothing written, if it does not fit together."""
         self._file.write(encode(rollout))
+
+    def write(self, records: bytes) -> int:
+        """Add records that are encoded already; at which byte of the file."""
+        at = self._file.tell()
+        self._file.write(records)
+        return at
 
     def close(self) -> None:
         """Make the file durable and give it its name."""
@@ -149,8 +179,8 @@ def _blocks(data: bytes) -> list[bytes]:
     return blocks
 
 
-def _decode(data: bytes) -> Rollout:
-    """A rollout from the blocks of its record. ValueError if anything is amiss."""
+def _decode(data: bytes) -> list[Rollout]:
+    """The rollouts of a record, from its blocks. ValueError if anything is amiss."""
     blocks = _blocks(data)
     if not blocks:
         raise ValueError("the record is empty")
@@ -163,7 +193,17 @@ def _decode(data: bytes) -> Rollout:
         name: np.frombuffer(block, dtype).reshape(-1, *shape)
         for (name, dtype, *shape), block in zip(named, blocks[1:], strict=True)
     }
-    return Rollout.from_header(header, columns)
+    if "rows" in header:
+        return rollouts(header, columns)
+    return [Rollout.from_header(header, columns)]
+
+
+def decode(data: bytes) -> list[Rollout]:
+    """The rollouts of records that stand one after the other. ValueError if any is damaged."""
+    file, found = io.BytesIO(data), []
+    while left := len(data) - file.tell():
+        found += _decode(file.read(_frame(file, left)))
+    return found
 
 
 def _frame(file: BinaryIO, left: int) -> int:
@@ -199,7 +239,7 @@ def _open(path: pathlib.Path) -> BinaryIO:
 
 
 def walk(path: str | os.PathLike[str]) -> Iterator[tuple[int, Rollout | Damage]]:
-    """Each record of a file with its offset: the rollout, or what is wrong with it.
+    """Each rollout of a file with its record's offset, or what is wrong with a record.
 
     RecordError if the file as a whole cannot be read: another format, or a schema newer than this
     code.
@@ -215,9 +255,12 @@ def walk(path: str | os.PathLike[str]) -> Iterator[tuple[int, Rollout | Damage]]
                 return
             data = file.read(length)
             try:
-                yield offset, _decode(data)
+                found = _decode(data)
             except (ValueError, KeyError, TypeError) as error:
                 yield offset, Damage(path, offset, _FRAME.size + length, str(error))
+                continue
+            for rollout in found:
+                yield offset, rollout
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Rollout]:
@@ -231,17 +274,23 @@ def read(path: str | os.PathLike[str]) -> Iterator[Rollout]:
 
 def read_at(entry: Entry) -> Rollout:
     """The rollout of one entry. RecordError if it changed since it was indexed."""
-    with _open(entry.path) as file:
-        file.seek(entry.offset)
-        try:
-            rollout = _decode(file.read(_frame(file, entry.path.stat().st_size - entry.offset)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{entry.path} at byte {entry.offset}: {error}") from error
+    try:
+        rollout = _record(entry.path, entry.offset, entry.path.stat().st_mtime_ns)[entry.row]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise RecordError(f"{entry.path} at byte {entry.offset}: {error}") from error
     if rollout.digest != entry.digest:
         raise RecordError(
             f"{entry.path} at byte {entry.offset}: the record was replaced after it was indexed"
         )
     return rollout
+
+
+@functools.lru_cache(RECORDS)
+def _record(path: pathlib.Path, offset: int, changed: int) -> list[Rollout]:
+    """The rollouts of one record of a file that was ``changed`` then."""
+    with _open(path) as file:
+        file.seek(offset)
+        return _decode(file.read(_frame(file, path.stat().st_size - offset)))
 
 
 def index(
@@ -260,24 +309,27 @@ def index(
     entries: list[Entry] = []
     damages: list[Damage] = []
     for file in files:
+        before, row = -1, 0
         for offset, found in walk(file):
+            row = row + 1 if offset == before else 0
+            before = offset
             if isinstance(found, Rollout):
                 identity = (found.run_id, found.group_id, found.sample, found.idempotency_key)
-                entries.append(Entry(file, offset, *identity, found.digest))
+                entries.append(Entry(file, offset, *identity, found.digest, row))
                 continue
             if quarantine is None:
                 raise RecordError(str(found))
             damages.append(found)
-            _set_aside(found, pathlib.Path(quarantine))
+            set_aside(found, pathlib.Path(quarantine))
     return entries, damages
 
 
-def _set_aside(damage: Damage, folder: pathlib.Path) -> None:
-    """Copy the damaged bytes, and say beside them what they are. A second reading writes the same
-    files again."""
+def set_aside(damage: Damage, folder: pathlib.Path) -> None:
+    """Copy the damaged bytes, if there are any, and say beside them what they are. A second reading
+    writes the same files again."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{damage.path.stem}-{damage.offset}"
-    with damage.path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), damage.path.open("rb") as file:
         file.seek(damage.offset)
         (folder / f"{name}.bytes").write_bytes(file.read(damage.length))
     (folder / f"{name}.txt").write_text(f"{damage}\n")

@@ -159,6 +159,9 @@ class SentencePieceTokenizer:
             )
         self.vocab_size: int = self._pieces.vocab_size()
         self.stop_ids = frozenset({EOS_ID})
+        known = range(EOS_ID + 1, self.vocab_size)
+        self._texts = {one: self._pieces.id_to_piece(one).replace(SPACE, " ") for one in known}
+        self._texts[EOS_ID] = ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without eos. A character that training never saw becomes the unknown
@@ -175,14 +178,4 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; stop ids have none, ids that stand for no text show as U+FFFD."""
-        text: list[str] = []
-        known: list[int] = []
-        for token in (int(token) for token in ids):
-            if token in self.stop_ids:
-                continue
-            if UNKNOWN_ID < token < self.vocab_size:
-                known.append(token)
-                continue
-            text += [self._pieces.decode(known), NO_TEXT]
-            known = []
-        return "".join([*text, self._pieces.decode(known)])
+        return "".join([self._texts.get(token, NO_TEXT) for token in ids])

@@ -104,7 +104,7 @@ def test_the_digest_is_of_what_was_observed():
     assert digest_of([one, same]) != digest_of([one])
 
 
-@pytest.mark.parametrize("version", [2, 99])
+@pytest.mark.parametrize("version", [3, 99])
 def test_a_newer_schema_is_refused_as_such(version):
     with pytest.raises(
         ValueError, match=f"schema_version={version} is newer than this jaxrl reads"
@@ -114,7 +114,7 @@ def test_a_newer_schema_is_refused_as_such(version):
 
 @pytest.mark.parametrize("version", [0, -1, None, "1", 1.5])
 def test_what_is_no_schema_version_is_refused(version):
-    with pytest.raises(ValueError, match=r"allowed: 1\.\.1"):
+    with pytest.raises(ValueError, match=r"allowed: 1\.\.2"):
         check_schema(version)
 
 

@@ -38,7 +38,7 @@ def test_the_format_is_what_the_docstring_says(tmp_path):
     path = tmp_path / "a.rollouts"
     write(path, [sample()])
     data = path.read_bytes()
-    assert data[:8] == b"JAXRLREC" and struct.unpack("<I", data[8:12]) == (1,)
+    assert data[:8] == b"JAXRLREC" and struct.unpack("<I", data[8:12]) == (2,)
     magic, length, check = struct.unpack("<4sQI", data[12:28])
     assert magic == b"ROLL" and check == google_crc32c.value(struct.pack("<Q", length))
     assert len(data) == 28 + length
@@ -49,7 +49,7 @@ def test_the_format_is_what_the_docstring_says(tmp_path):
         assert google_crc32c.value(blocks[-1]) == check
         at += 8 + size
     header = json.loads(blocks[0])
-    assert header["schema_version"] == 1 and header["group_id"] == 7
+    assert header["schema_version"] == 2 and header["group_id"] == 7
     assert header["idempotency_key"] == sample().idempotency_key
     assert header["columns"] == [[name, np.dtype(dtype).str] for name, dtype in COLUMNS.items()]
     assert np.frombuffer(blocks[1], "<u4").tolist() == [5, 6, 7, 2]
@@ -109,9 +109,9 @@ def test_a_newer_file_is_refused_even_with_a_quarantine(tmp_path):
     path = tmp_path / "a.rollouts"
     write(path, [sample()])
     data = bytearray(path.read_bytes())
-    data[8] = 2
+    data[8] = 3
     path.write_bytes(data)
-    message = "a.rollouts at byte 0: schema_version=2 is newer than this jaxrl reads"
+    message = "a.rollouts at byte 0: schema_version=3 is newer than this jaxrl reads"
     with pytest.raises(RecordError, match=message):
         list(read(path))
     with pytest.raises(RecordError, match=message):

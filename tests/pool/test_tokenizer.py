@@ -53,6 +53,8 @@ def test_decoding_ids_piece_by_piece_is_decoding_them_together(tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12))
     cut = data.draw(st.integers(0, len(ids)))
     assert tokenizer.decode(ids) == tokenizer.decode(ids[:cut]) + tokenizer.decode(ids[cut:])
+    known = [token for token in ids if EOS_ID < token < tokenizer.vocab_size]
+    assert tokenizer.decode(known) == tokenizer._pieces.decode(known)  # as SentencePiece has it
 
 
 def test_some_sampled_ids_are_not_what_their_text_encodes_to(tokenizer):

@@ -1,0 +1,477 @@
+"""Attempts at the samples of a pool, as a gateway keeps them: lease, answer, seal. No jax here.
+
+The ledger knows whose attempt a token is, the spool keeps its calls, the engine answers. A call is
+in the spool before its answer is sent, so that a gateway which is started again knows all that any
+agent has seen.
+"""
+
+import asyncio
+import concurrent.futures
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxrl.pool.answers import FIRST_VISIT, VISITS, Answers, Ask, Asked, Attempt, Limits
+from jaxrl.pool.contract import Tokenizer
+from jaxrl.pool.conversation import Call, Conversation
+from jaxrl.pool.dialogue import Dialogue
+from jaxrl.pool.engines import Engine, Sampled
+from jaxrl.pool.journal import Journal
+from jaxrl.pool.ledger import Lease, Ledger, LedgerRefusal, Sealed
+from jaxrl.pool.order import Bell, Room, Turns
+from jaxrl.pool.records import Outcome, Records, is_plain, read_outcome
+from jaxrl.pool.rollout import (
+    ACTION,
+    Failure,
+    Rollout,
+    Version,
+    check_all,
+)
+from jaxrl.pool.segments import Placed, Spool
+from jaxrl.pool.spool import encode
+from jaxrl.pool.tokens import name_of
+from jaxrl.pool.turns import Part, Said, Turn, calls_of
+
+T = TypeVar("T")
+
+# Attempts whose conversation is kept in memory; older ones are read from the spool when they are
+# asked for again.
+KEPT = 4096
+
+# Transitions asked for side by side: a ledger makes one durable write of those that wait together.
+CLERKS = 32
+
+# Seconds between two looks for samples while workers wait for some, and after which the ledger is
+# asked though nothing changed in it: leases run out by the clock.
+LOOK_S, ASK_S = 0.05, 1.0
+
+
+class Busy(RuntimeError):
+    """More answers are under way than are allowed at once."""
+
+
+class Attempts:
+    """All attempts of a run at one gateway.
+
+    The ledger is used by several threads. Raises LedgerRefusal for a token that may not
+    act, ValueError for a request that cannot be served (ContextLimit: it is too long), EngineError
+    and OSError for infrastructure, Busy over the limit.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        spool: Spool,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        dialogue: Dialogue,
+        limits: Limits,
+    ) -> None:
+        self._clerks = concurrent.futures.ThreadPoolExecutor(CLERKS, "ledger")
+        self._ledger = ledger
+        self.spool, self.engine, self.limits = spool, engine, limits
+        self._tokenizer, self._dialogue = tokenizer, dialogue
+        self._held: OrderedDict[str, Attempt] = OrderedDict()
+        self._room, self._turns = Room(limits.under_way), Turns()
+        self._idle, self.bell = asyncio.Lock(), Bell()
+        # what the ledger's changes were when there was nothing to lease, and when
+        self._empty: tuple[int | None, float] = (None, 0.0)
+        self._answers = Answers(engine, tokenizer, limits, self._tally)
+        self._journal = Journal(spool)
+        self.counts: Counter[str] = Counter()
+        self.own_s = 0.0  # processor time of the ledger's and the spool's threads
+        self._timing = threading.Lock()
+
+    async def close(self) -> None:
+        """End the threads and close the ledger."""
+        await self._asked(self._ledger.close)
+        self._clerks.shutdown()
+
+    async def _asked(self, work: Callable[..., T], *args: Any) -> T:
+        """What the ledger answers."""
+        return await asyncio.wrap_future(self._clerks.submit(self._timed, work, *args))
+
+    def _timed(self, work: Callable[..., T], *args: Any) -> T:
+        began = time.thread_time()
+        try:
+            return work(*args)
+        finally:
+            with self._timing:
+                self.own_s += time.thread_time() - began
+
+    async def ledger_counts(self) -> dict[str, int]:
+        """What the ledger tells of itself."""
+        return await self._asked(self._ledger.counts)
+
+    def _tally(self, names: Sequence[str]) -> None:
+        """Count what is rare, here and in the ledger, where the trainer reads it."""
+        for name in names:
+            self.counts[name] += 1
+            self._clerks.submit(self._timed, self._ledger.count, name)
+
+    # -- leases
+
+    async def lease(
+        self, owner: str, most: int, wait_s: float, gone: Callable[[], bool]
+    ) -> list[Lease]:
+        """At most so many samples to attempt, waited for unless whoever asked is ``gone``."""
+        until = time.monotonic() + wait_s
+        leases: list[Lease] = []
+        while not gone():
+            news = self.bell.news
+            if not self._is_empty():
+                now, seen = time.monotonic(), self._ledger.changes()
+                lease_s = self.limits.lease_s
+                leases = await self._asked(self._ledger.lease_many, owner, lease_s, most)
+                self._empty = (seen, now) if not leases else (None, 0.0)
+            if leases or time.monotonic() >= until:
+                break
+            async with self._idle:  # all who wait look in turn
+                await self.bell.wait(news, LOOK_S)
+                while self._is_empty() and not gone() and time.monotonic() < until:
+                    await self.bell.wait(self.bell.news, LOOK_S)
+        now = time.time()
+        self._keep({one.token: Attempt(one, self._conversation, now) for one in leases})
+        self.counts["leased"] += len(leases)
+        return leases
+
+    def _is_empty(self) -> bool:
+        """Whether somebody has just found nothing to lease, and nothing has changed since."""
+        seen, when = self._empty
+        recent = seen is not None and time.monotonic() < when + ASK_S
+        return recent and self._ledger.changes() == seen
+
+    async def heartbeat(self, tokens: Sequence[str]) -> list[str]:
+        """Extend leases; for each "" or the reason of a refusal."""
+
+        def extended() -> list[str]:
+            return [_reason(self._ledger.heartbeat, token, self.limits.lease_s) for token in tokens]
+
+        return await self._asked(extended)
+
+    async def attempt(self, token: str) -> Attempt:
+        """The attempt of a token that may act; read from the spool if it is not in memory."""
+        lease = await self._asked(self._ledger.find, token)
+        return self._hold(lease)
+
+    async def begin(
+        self, tokens: Sequence[str], plain: bool = False
+    ) -> list[Attempt | LedgerRefusal]:
+        """The attempts of tokens, about to be answered. Plain ones stay as they were leased: to be
+        answered is all that they do."""
+        begun = await self._asked(self._begun, tokens, plain)
+        found: list[Attempt | LedgerRefusal] = []
+        for token, known in zip(tokens, begun, strict=True):
+            if isinstance(known, LedgerRefusal):
+                self._held.pop(token, None)
+                found.append(known)
+                continue
+            attempt = known if isinstance(known, Attempt) else self._hold(known)
+            attempt.started |= not plain
+            found.append(attempt)
+        return found
+
+    def _begun(self, tokens: Sequence[str], plain: bool) -> list[Attempt | Lease | LedgerRefusal]:
+        """In a thread of the ledger: one question for all that run, one for all that are new."""
+        pairs = [(token, self._held.get(token)) for token in tokens]
+        running = [token for token, known in pairs if plain or (known and known.started)]
+        new = [token for token, known in pairs if not (plain or (known and known.started))]
+        told = dict(zip(running, self._ledger.check(running), strict=True))
+        told |= dict(zip(new, self._ledger.start_many(new), strict=True))
+        return [told[token] or known or self._ledger.find(token) for token, known in pairs]
+
+    def _conversation(self) -> Conversation:
+        return Conversation(self._tokenizer, self._dialogue)
+
+    def _hold(self, lease: Lease) -> Attempt:
+        """An attempt that is not in memory, with what the spool has of it."""
+        if (known := self._held.get(lease.token)) is not None:
+            return known
+        attempt, name = Attempt(lease, self._conversation, time.time(), True), name_of(lease.token)
+        calls = [call for line in self.spool.calls(name) for call in calls_of(name, line)]
+        for call in sorted(calls, key=lambda call: call.index):  # of any journal
+            attempt.conversation.add(call)
+        self._keep({lease.token: attempt})
+        return attempt
+
+    def _keep(self, attempts: Mapping[str, Attempt]) -> None:
+        self._held |= attempts
+        while len(self._held) > KEPT:
+            self._held.popitem(last=False)
+
+    def visitor(self) -> Attempt:
+        """Somebody who asks the newest weights something, once: evaluation. No ledger and no spool
+        know of it, nothing of it is trained on, and it may be greedy."""
+        lease = Lease(
+            token="",
+            epoch=0,
+            group=FIRST_VISIT + secrets.randbelow(VISITS),
+            sample=0,
+            attempt=0,
+            expires=float("inf"),
+            prompt=(),
+            task_key="",
+            content_hash="",
+            split="",
+            source="",
+            facts={},
+            version=Version(0, 0, ""),
+        )
+        return Attempt(lease, self._conversation, time.time(), visits=True)
+
+    # -- answers
+
+    async def answer(self, attempt: Attempt, ask: Ask) -> Call:
+        """One call: plan, generate, keep. Busy over the limit."""
+        if self._room.full:
+            self.counts["refused_busy"] += 1
+            raise Busy(f"{self.limits.under_way} answers are under way; allowed: no more")
+        (told,) = await self.answers([attempt], ask)
+        if isinstance(told, Exception):
+            raise told
+        assert isinstance(told, Call)  # what is not plain never stands in columns
+        return told
+
+    async def answers(self, attempts: Sequence[Attempt], ask: Ask) -> list[Call | Said | Exception]:
+        """A call of each, or why there is none. Over the limit, some wait for the others."""
+        told: list[Call | Said | Exception] = []
+        while rest := attempts[len(told) :]:
+            room = await self._room.take(len(rest))
+            try:
+                names = [one.lease.token for one in rest[:room] if not one.visits]
+                async with self._turns.of(names):
+                    told += await self._answered(rest[:room], ask)
+            finally:
+                self._room.give(room)
+        return told
+
+    async def _answered(
+        self, attempts: Sequence[Attempt], ask: Ask
+    ) -> Sequence[Call | Said | Exception]:
+        began, requests = time.monotonic(), self._answers.alike(attempts, ask)
+        sampled: list[Sampled | Exception] = []
+        if requests is not None:
+            sampled = await self._answers.sampled(requests, attempts)
+            seconds = time.monotonic() - began
+            if turn := self._answers.together(attempts, ask, requests, sampled, seconds):
+                return await self._said(attempts, turn)
+        plans = [self._answers.planned(attempt, ask) for attempt in attempts]
+        asked = [plan for plan in plans if isinstance(plan, Asked)]
+        self.counts["replayed"] += sum(isinstance(plan, Call) for plan in plans)
+        if requests is None:
+            mine = [one.attempt for one in asked]
+            sampled = await self._answers.sampled([one.request for one in asked], mine)
+        spent = time.monotonic() - began
+        for one in asked:
+            one.attempt.generate_s += spent
+        told = zip(asked, sampled, strict=True)
+        made = [self._answers.made(one, ask, answer) for one, answer in told]
+        kept = iter(await self._kept(asked, made))
+        return [next(kept) if isinstance(plan, Asked) else plan for plan in plans]
+
+    async def _said(self, attempts: Sequence[Attempt], turn: Turn) -> Sequence[Said | Exception]:
+        """Keep a turn of attempts, before it is told."""
+        try:
+            await self._journal.keep(attempts[0].lease.epoch, [(turn.names, turn.encode())])
+        except OSError as error:
+            return [error] * len(attempts)
+        for row, attempt in enumerate(attempts):
+            attempt.said = turn, row
+        self.counts["calls"] += len(attempts)
+        self.counts["sampled_tokens"] += len(turn.tokens)
+        return turn.said()
+
+    async def _kept(
+        self, asked: Sequence[Asked], made: Sequence[Call | Exception]
+    ) -> list[Call | Exception]:
+        """Before answers are sent: what an agent has seen is never forgotten."""
+        told = list(made)
+        calls = [
+            (place, one.attempt, call)
+            for place, (one, call) in enumerate(zip(asked, made, strict=True))
+            if isinstance(call, Call)
+        ]
+        for epoch in {attempt.lease.epoch for _, attempt, _ in calls if not attempt.visits}:
+            mine = [one for one in calls if one[1].lease.epoch == epoch]
+            lines = [([name_of(attempt.lease.token)], call.encode()) for _, attempt, call in mine]
+            try:
+                await self._journal.keep(epoch, lines)
+            except OSError as error:
+                for place, _, _ in mine:
+                    told[place] = error
+        for place, attempt, call in calls:
+            if told[place] is not call:
+                continue
+            attempt.conversation.add(call)
+            self.counts["visits" if attempt.visits else "calls"] += 1
+            self.counts["sampled_tokens"] += len(call.tokens)
+            if call.drift:
+                self._tally([f"drift_{call.drift}"])
+        return told
+
+    # -- ends
+
+    async def seal(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Exception]:
+        """Write the records of attempts, each with what a worker says of it, then have the ledger
+        take them; what could not be sealed, and why. The first seal wins.
+
+        Plain verdicts on attempts that stand in columns are sealed together; of the others each is
+        looked at by itself.
+        """
+        failed: dict[str, Exception] = {}
+        attempts: dict[str, Attempt] = {}
+        async with self._turns.of(told.keys()):
+            for token in told:
+                try:
+                    attempts[token] = self._held.get(token) or await self.attempt(token)
+                except (LedgerRefusal, OSError, ValueError) as error:
+                    failed[token] = error
+            failed |= await self._asked(self._sealed, attempts, told)
+        done = [token for token in attempts if isinstance(failed.get(token), LedgerRefusal | None)]
+        self._forget(done)
+        self.counts["sealed"] += sum(token not in failed for token in done)
+        return failed
+
+    def _sealed(
+        self, attempts: Mapping[str, Attempt], told: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Exception]:
+        """In a thread of the ledger."""
+        alike = [token for token, one in attempts.items() if one.said and is_plain(told[token])]
+        failed: dict[str, Exception] = {}
+        try:
+            failed |= self._sealed_together({t: attempts[t] for t in alike}, told)
+        except (ValueError, TypeError):  # of one of them: each is looked at by itself
+            alike = []
+        except OSError as error:
+            failed |= dict.fromkeys(alike, error)
+        outcomes: dict[str, Outcome] = {}
+        for token in attempts.keys() - set(alike):
+            try:
+                outcomes[token] = read_outcome(told[token])
+            except (ValueError, TypeError, AttributeError) as error:
+                failed[token] = error
+        rest = {token: attempts[token] for token in told if token in outcomes}
+        return failed | (self._sealed_apart(rest, outcomes) if rest else {})
+
+    def _sealed_together(
+        self, attempts: Mapping[str, Attempt], told: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Exception]:
+        """Attempts that stand in columns, as a record of each turn. ValueError or TypeError, with
+        nothing written, for what JSON has not; OSError."""
+        parts: dict[int, Part] = {}
+        for token, one in attempts.items():
+            if one.said is None:
+                continue
+            turn, row = one.said
+            part = parts.get(id(turn)) or parts.setdefault(id(turn), Part(turn, one.began))
+            part.rows.append((row, one.lease, told[token]))
+        if not parts:
+            return {}
+        data = [part.encode(self.limits.run_id) for part in parts.values()]
+        first = next(iter(attempts.values())).lease
+        places = self.spool.seal((first.group, first.sample, first.attempt), data)
+        pairs = zip(parts.values(), places, strict=True)
+        # A row of another attempt's slot is refused with the rest of its seal: nothing names it.
+        return self._taken([seal for part, at in pairs for seal in part.seals(at)])
+
+    def _taken(self, seals: Sequence[tuple[str, Sealed]]) -> dict[str, Exception]:
+        """Have the ledger take what is in one segment; what it refuses."""
+        told = self._ledger.seal_many(seals)
+        if all(told):
+            self.spool.gc([seals[0][1].segment])
+        return _refused([token for token, _ in seals], told)
+
+    def _sealed_apart(
+        self, attempts: Mapping[str, Attempt], outcomes: Mapping[str, Outcome]
+    ) -> dict[str, Exception]:
+        """Attempts as their conversations tell them."""
+        failed: dict[str, Exception] = {}
+        trained: dict[str, Rollout] = {}
+        data: list[bytes] = []
+        limits = self.limits
+        records = Records(self._tokenizer, limits.run_id, limits.max_feedback_tokens)
+        whole: list[str] = []
+        try:
+            # Another one may have sealed, or failed it: then nothing is written.
+            may = zip(attempts, self._ledger.check(list(attempts), late=True), strict=True)
+            for token, refusal in may:
+                try:
+                    if refusal:
+                        raise refusal
+                    one = attempts[token]
+                    times = {"dispatched": one.began, "sealed": time.time()}
+                    facts = {"generate_s": one.generate_s}
+                    records.add(one.lease, one.conversation, outcomes[token], times, facts)
+                    whole.append(token)
+                except (LedgerRefusal, ValueError, TypeError) as error:
+                    failed[token] = error
+            made = records.rollouts()
+            checked = _all_fit(made)
+            for token, branches in zip(whole, made, strict=True):
+                try:
+                    data.append(b"".join([encode(one, checked=checked) for one in branches]))
+                    trained[token] = branches[0]
+                except (ValueError, TypeError) as error:
+                    failed[token] = error
+            if not trained:
+                return failed
+            first = attempts[next(iter(trained))].lease
+            places = self.spool.seal((first.group, first.sample, first.attempt), data)
+            seals = zip(trained, map(_told, trained.values(), places), strict=True)
+            return failed | self._taken(list(seals))
+        except OSError as error:
+            return {token: failed.get(token, error) for token in attempts}
+
+    async def fail(self, token: str, failure: Failure, reason: str) -> None:
+        """The attempt ended without a result; it never becomes a reward."""
+        await self._asked(self._ledger.fail, token, failure, reason)
+        self.bell.ring()  # it may be attempted again
+        self._forget([token])
+        self.counts[f"failed_{failure.value}"] += 1
+
+    def _forget(self, tokens: Sequence[str]) -> None:
+        for token in tokens:
+            self._held.pop(token, None)
+        self.spool.discard(map(name_of, tokens))
+
+
+def _told(trained: Rollout, placed: Placed) -> Sealed:
+    """What the ledger keeps of an attempt's trained branch."""
+    return Sealed(
+        **placed._asdict(),
+        min_version=min(trained.versions),
+        max_version=max(trained.versions),
+        reward=trained.reward,
+        failure=trained.failure,
+        stop_reason=trained.stop_reason,
+        correct=trained.correct,
+        tokens=int(np.count_nonzero(trained.kind == ACTION)),
+    )
+
+
+def _refused(tokens: Iterable[str], told: Sequence[LedgerRefusal | None]) -> dict[str, Exception]:
+    """The tokens that the ledger refuses, and why."""
+    return {token: why for token, why in zip(tokens, told, strict=True) if why}
+
+
+def _all_fit(made: Iterable[Sequence[Rollout]]) -> bool:
+    """Whether all branches of attempts fit together: else each is looked at by itself."""
+    try:
+        check_all([branch for branches in made for branch in branches])
+    except ValueError:
+        return False
+    return True
+
+
+def _reason(work: Callable[..., Any], *args: Any) -> str:
+    """Why the ledger refuses; "" if it does not."""
+    try:
+        work(*args)
+    except LedgerRefusal as refusal:
+        return refusal.reason
+    return ""

@@ -1,0 +1,181 @@
+"""The tables of a ledger, and how its records are read from rows and written to them."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxrl.pool.compact import compact
+from jaxrl.pool.ledger import GroupState, Lease, Live, OpenGroup, Sealed, SlotState
+from jaxrl.pool.rollout import Failure, StopReason, Version
+
+SCHEMA_VERSION = 3  # 1 had a table of all tokens, 2 whole ones in the slots
+
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS tallies (name TEXT PRIMARY KEY, value BIGINT NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS rollout_groups (
+        id BIGINT PRIMARY KEY, state TEXT NOT NULL, step BIGINT, reason TEXT, voided BIGINT,
+        task_key TEXT NOT NULL, content_hash TEXT NOT NULL, split TEXT NOT NULL,
+        source TEXT NOT NULL, facts TEXT NOT NULL, version TEXT NOT NULL,
+        dispatched BIGINT NOT NULL, samples BIGINT NOT NULL, max_attempts BIGINT NOT NULL,
+        min_group BIGINT NOT NULL, generation BIGINT NOT NULL, reissued BIGINT NOT NULL,
+        opened DOUBLE PRECISION NOT NULL, sealed DOUBLE PRECISION)""",
+    "CREATE INDEX IF NOT EXISTS live_groups ON rollout_groups (id) "
+    "WHERE state IN ('open', 'ready', 'reserved')",
+    "CREATE INDEX IF NOT EXISTS void_groups ON rollout_groups (voided) WHERE state = 'void'",
+    """CREATE TABLE IF NOT EXISTS slots (
+        grp BIGINT NOT NULL, sample BIGINT NOT NULL, state TEXT NOT NULL, attempt BIGINT NOT NULL,
+        spent BIGINT NOT NULL, prompt TEXT NOT NULL, token TEXT, owner TEXT,
+        expires DOUBLE PRECISION, lease_s DOUBLE PRECISION, reason TEXT, segment TEXT,
+        min_step BIGINT, max_step BIGINT, sealed TEXT, PRIMARY KEY (grp, sample))""",
+    "CREATE INDEX IF NOT EXISTS pending_slots ON slots (grp, sample) WHERE state = 'pending'",
+    "CREATE INDEX IF NOT EXISTS lent_slots ON slots (expires) WHERE state IN ('leased', 'running')",
+)
+
+LENT = "('leased', 'running')"
+LIVE = "('open', 'ready', 'reserved')"
+
+
+# A row of a query: values by the names of its columns.
+Row = Mapping[str, Any]
+
+
+class Rows(Protocol):
+    """An open transaction. Parameters stand as ``?``."""
+
+    def all(self, sql: str, *values: Any) -> Sequence[Row]:
+        """The rows of a query."""
+        ...
+
+    def run(self, sql: str, *values: Any) -> int:
+        """Change rows; how many."""
+        ...
+
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        """The same change with each of these values; how many rows it changed in all."""
+        ...
+
+
+def tally(db: Rows, name: str, more: int = 1) -> None:
+    """Add to a named count."""
+    db.run(
+        "INSERT INTO tallies VALUES (?, ?) "
+        "ON CONFLICT (name) DO UPDATE SET value = tallies.value + excluded.value",
+        name,
+        more,
+    )
+
+
+def epoch_of(db: Rows) -> int:
+    """The current lineage."""
+    return int(db.all("SELECT value FROM meta WHERE name = 'epoch'")[0]["value"])
+
+
+def insert_group(db: Rows, group: OpenGroup, now: float) -> bool:
+    """Whether the group is new; its rows are there in any case."""
+    values = {
+        "id": group.id,
+        "state": GroupState.OPEN.value,
+        "task_key": group.task_key,
+        "content_hash": group.content_hash,
+        "split": group.split,
+        "source": group.source,
+        "facts": json.dumps(dict(group.facts), allow_nan=False),
+        "version": json.dumps(dataclasses.astuple(group.version)),
+        "dispatched": group.version.step,
+        "samples": len(group.prompts),
+        "max_attempts": group.max_attempts,
+        "min_group": group.min_group or len(group.prompts),
+        "generation": group.generation,
+        "reissued": 0,
+        "opened": now,
+    }
+    places = ", ".join("?" * len(values))
+    statement = f"INSERT INTO rollout_groups ({', '.join(values)}) VALUES ({places}) "
+    if not db.run(statement + "ON CONFLICT (id) DO NOTHING", *values.values()):
+        return False
+    for sample, prompt in enumerate(group.prompts):
+        db.run(
+            "INSERT INTO slots (grp, sample, state, attempt, spent, prompt) "
+            "VALUES (?, ?, 'pending', 0, 0, ?)",
+            group.id,
+            sample,
+            json.dumps([int(token) for token in prompt]),
+        )
+    return True
+
+
+def leases_of(
+    slots: Sequence[tuple[Row, str]], groups: Sequence[Row], epoch: int, expires: float
+) -> list[Lease]:
+    """The leases of slots, each beside its token, and their groups. What siblings share is read
+    once."""
+    prompts = {text: tuple(json.loads(text)) for text in {slot["prompt"] for slot, _ in slots}}
+    shared = {
+        row["id"]: (
+            *(row["task_key"], row["content_hash"], row["split"], row["source"]),
+            *(dict(json.loads(row["facts"])), Version(*json.loads(row["version"]))),
+        )
+        for row in groups
+    }
+    return [
+        Lease(
+            token,
+            epoch,
+            group := slot["grp"],
+            slot["sample"],
+            slot["attempt"],
+            expires,
+            prompts[slot["prompt"]],
+            *shared[group],
+        )
+        for slot, token in slots
+    ]
+
+
+def row_of(sealed: Sealed) -> tuple[str, int, int, str]:
+    """A sealed sample as segment, oldest and newest step, and JSON: its fields in their order."""
+    text = compact(tuple(sealed)).decode()
+    return sealed.segment, sealed.min_version.step, sealed.max_version.step, text
+
+
+def sealed_of(text: str) -> Sealed:
+    """The inverse of the JSON of ``row_of``."""
+    told = json.loads(text)
+    found = Sealed(**told) if isinstance(told, dict) else Sealed(*told)  # dict: schema 1
+    versions: list[Any] = [found.min_version, found.max_version]
+    oldest, newest = (Version(**version) for version in versions)
+    return found._replace(
+        min_version=oldest,
+        max_version=newest,
+        failure=Failure(found.failure),
+        stop_reason=StopReason(found.stop_reason),
+    )
+
+
+def live_of(row: Row) -> Live:
+    """A group beside the sums over its slots."""
+    return Live(
+        id=row["id"],
+        state=GroupState(row["state"]),
+        step=row["step"],
+        content_hash=row["content_hash"],
+        dispatched=row["dispatched"],
+        oldest=row["oldest"],
+        youngest=row["youngest"],
+        slots={state: int(row[f"slots_{state}"]) for state in SlotState},
+        generation=row["generation"],
+        reissued=row["reissued"],
+        seconds=max(row["sealed"] - row["opened"], 0.0) if row["sealed"] else 0.0,
+    )
+
+
+def line_of(row: Row, now: float) -> str:
+    """A slot as a line of a dump."""
+    step = "" if row["step"] is None else f"({row['step']})"
+    text = f"group {row['id']} {row['group_state']}{step} of version {row['dispatched']}: "
+    text += f"sample {row['sample']} {row['state']} attempt {row['attempt']}"
+    if row["state"] in (SlotState.LEASED, SlotState.RUNNING):
+        text += f", {row['owner']}, {row['expires'] - now:.1f} s left"
+    return text + (f", last: {row['reason']}" if row["reason"] else "")

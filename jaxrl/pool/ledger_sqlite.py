@@ -1,0 +1,144 @@
+"""A ledger in a file of SQLite: the default on one machine.
+
+Write-ahead log; what is durable is committed with synchronous=FULL, the rest with NORMAL, which is
+on the disk with the next durable one. Such a commit waits for the disk, so transitions that threads
+ask for meanwhile share the next one (group commit); several processes take turns. The file must be
+on a local disk.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from jaxrl.pool.ledger import LedgerError, LedgerRefusal
+from jaxrl.pool.ledger_schema import Row, Rows, tally
+from jaxrl.pool.ledger_sql import SqlLedger
+
+T = TypeVar("T")
+
+BUSY_S = 30.0  # longest wait for another process's transaction
+# Of the log, before it is folded into the file: what changed many times is then copied once.
+LOG_PAGES = 8000
+
+
+@dataclasses.dataclass
+class _Ticket:
+    """A transition that waits for its transaction, then its outcome."""
+
+    work: Callable[[Rows], Any]
+    durable: bool
+    done: bool = False
+    result: Any = None
+    error: Exception | None = None
+
+
+class _Cursor:
+    """``Rows`` over a connection."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def all(self, sql: str, *values: Any) -> Sequence[Row]:
+        return self._connection.execute(sql, values).fetchall()
+
+    def run(self, sql: str, *values: Any) -> int:
+        return self._connection.execute(sql, values).rowcount
+
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        return self._connection.executemany(sql, rows).rowcount
+
+
+class SqliteLedger(SqlLedger):
+    """A Ledger in the file ``path``. Threads may share one object."""
+
+    MADE = "SELECT name FROM sqlite_master WHERE name = 'meta'"
+
+    def __init__(self, path: str, run: str, clock: Callable[[], float] = time.time) -> None:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._writer, self._reader = _connect(path), _connect(path)
+        self._waiting: list[_Ticket] = []
+        self._queue, self._leading, self._reading = (threading.Lock() for _ in range(3))
+        super().__init__(run, clock)
+
+    def close(self) -> None:
+        """Fold the log into the file and close it."""
+        with self._leading, self._reading:
+            self._reader.close()
+            self._writer.close()
+
+    def changes(self) -> int | None:
+        """Of the file, by others than whoever reads here."""
+        return self._read(lambda db: db.all("PRAGMA data_version"))[0]["data_version"]
+
+    def _read(self, work: Callable[[Rows], T]) -> T:
+        with self._reading:
+            try:
+                return work(_Cursor(self._reader))
+            except sqlite3.Error as error:
+                raise LedgerError(f"SQLite: {error}") from error
+
+    def _write(self, work: Callable[[Rows], T], *, durable: bool = True) -> T:
+        ticket = _Ticket(work, durable)
+        with self._queue:
+            self._waiting.append(ticket)
+        with self._leading:  # whoever comes first commits for all that queued up meanwhile
+            if not ticket.done:
+                with self._queue:
+                    tickets, self._waiting = self._waiting, []
+                self._commit(tickets)
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.result
+
+    def _commit(self, tickets: list[_Ticket]) -> None:
+        """Run all in one transaction, each in a savepoint of its own. If the transaction itself
+        fails (a full disk), all of them do."""
+        try:
+            with self._transaction(any(ticket.durable for ticket in tickets)):
+                for ticket in tickets:
+                    self._attempt(ticket)
+        except sqlite3.Error as error:
+            for ticket in tickets:
+                ticket.error = LedgerError(f"SQLite: {error}")
+        for ticket in tickets:
+            ticket.done = True
+
+    @contextlib.contextmanager
+    def _transaction(self, durable: bool) -> Iterator[None]:
+        self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._writer.execute("COMMIT")
+        except BaseException:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise
+
+    def _attempt(self, ticket: _Ticket) -> None:
+        cursor = _Cursor(self._writer)
+        self._writer.execute("SAVEPOINT one")
+        try:
+            ticket.result = ticket.work(cursor)
+        except sqlite3.Error:
+            raise
+        except Exception as error:  # the caller's: handed over where it asked
+            ticket.error = error
+            self._writer.execute("ROLLBACK TO one")
+            if isinstance(error, LedgerRefusal):
+                tally(cursor, f"refused_{error.reason}")
+        self._writer.execute("RELEASE one")
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+    return connection
