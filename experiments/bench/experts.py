@@ -26,8 +26,9 @@ else what is measured is how the system hands out pages, to some of them and not
 """
 
 import argparse
-import ctypes
 import os
+
+from jaxrl.train import heap
 
 asked = argparse.ArgumentParser()
 asked.add_argument("--experts", type=int, default=16)
@@ -47,8 +48,7 @@ given = asked.parse_args()
 if given.threads == 1:  # before jax starts its threads
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):  # no mmap, no trim, one arena
-    ctypes.CDLL("libc.so.6").mallopt(parameter, value)
+heap.keep()  # as whatever starts a run does
 
 import functools  # noqa: E402
 import json  # noqa: E402

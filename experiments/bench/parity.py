@@ -56,6 +56,7 @@ def greedy(policy: Policy, params: Any, prompts: list[list[int]], folder: Path) 
         slots=2,
         prompt_buckets=(longest,),
         max_new_tokens=NEW,
+        samples_per_prompt=1,
         record_routes=False,
     )
     digest = write_weights(folder, params, epoch=0, step=0)

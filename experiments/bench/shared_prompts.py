@@ -218,6 +218,8 @@ class Side:
                 b2=0.95,
                 epsilon=1e-8,
                 weight_decay=0.0,
+                moments="float32",
+                rounding="nearest",
                 clip_norm=1.0,
                 train="auto",
                 freeze=(),

@@ -64,6 +64,7 @@ from jaxrl.batch import ACTION, PROMPT, Batch
 from jaxrl.kernels import routers
 from jaxrl.kernels.readings import taken_logp
 from jaxrl.mesh import Rules, make_mesh
+from jaxrl.model import decoding
 from jaxrl.model.form import ExpertsConfig, qwen3
 from jaxrl.model.policy import Policy, build
 from jaxrl.model.transformer import UNGUIDED
@@ -228,18 +229,18 @@ def sample(policy: Policy, params, prompts, key) -> tuple[Any, Any, Any]:
     """Answers [row 6] at temperature 1, their log-probs, and the experts of each input."""
     lengths = jnp.full(prompts.shape[:1], ASKED)
     grown = ((0, 0), (0, 0), (0, SAID), (0, 0))
-    logits, cache, shown = policy.prefill(params, prompts, lengths)
+    logits, cache, shown = decoding.prefill(policy, params, prompts, lengths)
     cache = jax.tree.map(lambda x: jnp.pad(x, grown), cache)
     logits, cache, shown = jax.tree.map(
         lambda x: jnp.repeat(x, SAMPLES, axis=0), (logits, cache, shown)
     )
-    decode, places = policy.decoder(params), jnp.repeat(lengths, SAMPLES)
+    decode, places = decoding.decoder(policy, params), jnp.repeat(lengths, SAMPLES)
 
     def step(carry, at):
         logits, cache = carry
         token = jax.random.categorical(jax.random.fold_in(key, at), logits)
         logp = taken_logp(logits, token)
-        logits, cache, went = decode(token, places + at, cache)
+        logits, cache, went = decode(token, places + at, places > 0, cache)
         assert went is not None
         went = jnp.where(at == SAID - 1, -1, went)  # the last token is no input
         return (logits, cache), (token, logp, went)

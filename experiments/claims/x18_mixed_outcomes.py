@@ -44,6 +44,7 @@ from jaxrl.kernels.readings import taken_logp
 from jaxrl.kernels.surrogates import policy_gradient
 from jaxrl.kernels.weights import rollout_mean
 from jaxrl.mesh import Rules
+from jaxrl.model import decoding
 from jaxrl.model.form import qwen3
 from jaxrl.model.policy import build
 from jaxrl.tasks.screening import GATES, Demands, Evidence, rescreen, screen
@@ -151,15 +152,15 @@ def logp_of(params, prompts, said):
 def sample(params, prompts, key):
     """Answers [row 5] at temperature 1."""
     lengths = jnp.full(prompts.shape[:1], ASKED)
-    logits, cache, _ = POLICY.prefill(params, prompts, lengths)
+    logits, cache, _ = decoding.prefill(POLICY, params, prompts, lengths)
     grown = ((0, 0), (0, 0), (0, SAID), (0, 0))
     cache = jax.tree.map(lambda x: jnp.pad(x, grown), cache)
-    decode = POLICY.decoder(params)
+    decode = decoding.decoder(POLICY, params)
 
     def step(carry, at):
         logits, cache = carry
         token = jax.random.categorical(jax.random.fold_in(key, at), logits)
-        return decode(token, lengths + at, cache)[:2], token
+        return decode(token, lengths + at, lengths > 0, cache)[:2], token
 
     return jax.lax.scan(step, (logits, cache), jnp.arange(SAID))[1].T
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.claims.protocol import Claim
 
 CLAIMS = Path(__file__).parents[2] / "experiments" / "claims"
-NAMES = sorted(path.stem for path in CLAIMS.glob("x[0-9]*.py"))
+NAMES = sorted(path.stem for kind in ("x[0-9]*", "agents_*") for path in CLAIMS.glob(f"{kind}.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
