@@ -55,6 +55,9 @@ def get_config(variant: str = "") -> ConfigDict:
     # auto: the splash kernel on TPU where it fits, else dense | dense | splash
     model.attention = "auto"
     model.score_chunk_positions = 2048  # positions whose logits are alive at once
+    # whether these are made again in the backward pass; False: a micro-batch's are kept in float32,
+    # which saves one of the head's four products
+    model.score_remat = True
     model.qk_norm = True  # queries and keys are normalised per head
     model.norm_offset = 0.0  # RMSNorm multiplies with offset + scale
     model.post_norms = False  # what a block gives is normalised before it is added
@@ -113,7 +116,8 @@ def get_config(variant: str = "") -> ConfigDict:
     task.reward = "exact"  # exact: 1 if score >= 1 else 0 | score: as the verifier gives it
 
     config.pool = pool = ConfigDict()
-    # local: generate and verify in this process | recorded: read from pool.path
+    # local: generate and verify in this process | recorded: read from pool.path | remote: workers
+    # and engines in other processes, behind a gateway
     pool.kind = "local"
     # recorded: directory of records, or an earlier phase, whose best rollouts are read (see
     # jaxrl/pool/filtering.py); "" means demonstrations made from the task's train split
@@ -128,7 +132,8 @@ def get_config(variant: str = "") -> ConfigDict:
     pool.rollouts_per_group = 8
     # recorded: most right answers of the task that are shown; 0: all of its train split
     pool.demonstrations = 0
-    pool.epochs = 0  # recorded: passes over the records, then the phase ends; 0 means no end
+    # recorded, remote: passes over the records or prompts, then the phase ends; 0 means no end
+    pool.epochs = 0
     pool.publish_every_steps = 1  # weights to the pool; 0: at the end of a phase only
     pool.max_refills = (
         4  # rounds of refilling for groups that the algorithm refuses, then fewer are trained
@@ -142,7 +147,33 @@ def get_config(variant: str = "") -> ConfigDict:
     # template: a prompt is a user's message, rendered by the published chat template | off: a text
     pool.chat = "off"
     pool.system = ""  # template: the system's message before it; "": none
-    pool.watchdog_s = 600.0  # seconds that one call (generate, verify, load) may last
+    # seconds that one call (generate, verify, load) may last, or a remote pool without news
+    pool.watchdog_s = 600.0
+    # The rest is for pool.kind="remote".
+    # sqlite: a file in the pool's folder (a local disk) | postgresql://user@host/database
+    pool.ledger = "sqlite"
+    pool.staleness = 0  # steps that a token's weights may be behind its update; 0: synchronous
+    # groups that grow older: "drop" (sampled anew once, then replaced; shifts to what is quick) |
+    # "wait" (the trainer idles so that none does; after a rollback: sampled anew) | "continue"
+    # (their old tokens are not trained)
+    pool.over_age = "drop"
+    pool.lease_s = 60.0  # seconds after which a silent worker's sample goes to another one
+    pool.max_attempts = 3  # of a sample that infrastructure fails; then its group is replaced
+    # samples that make a group when infrastructure failed the others; 0: all of them
+    pool.min_group = 0
+    pool.poll_s = 0.05  # seconds between the trainer's looks at the ledger while it waits
+    pool.gateway = ""  # where it listens; "": the run starts one on this machine
+    # sampler: in the gateway's process | serve:URL, vllm:URL, sglang:URL: servers, by commas
+    pool.engine = "sampler"
+    # sampler: tokens of an answer after which new weights and other requests may join; 0: a batch
+    # is finished first. The prompt and what was answered are then read again
+    pool.chunk_tokens = 0
+    pool.launcher = "subprocess"  # of workers: subprocess | ray | none (started by hand)
+    pool.workers = 2
+    # what a worker does with a task: "": one question, one completion; else the dotted name of an
+    # agent, a function that gets a base URL and a key
+    pool.harness = ""
+    pool.max_body_bytes = 8 * 2**20  # of a request to the gateway
 
     config.sampler = sampler = ConfigDict()
     sampler.temperature = 1.0  # > 0; greedy is refused for training
@@ -181,6 +212,11 @@ def get_config(variant: str = "") -> ConfigDict:
     optimizer.b2 = 0.95
     optimizer.epsilon = 1e-8
     optimizer.weight_decay = 0.0
+    # bfloat16: half the memory of adamw's two averages, rounded stochastically
+    optimizer.moments = "float32"
+    # of weights in bfloat16: "nearest" (small changes are lost) | "stochastic" (kept on average) |
+    # "masters" (a float32 copy takes the changes; 4 more bytes a weight)
+    optimizer.rounding = "nearest"
     optimizer.clip_norm = 1.0  # global norm of the gradient
     # adapters: they alone (and the output of a value) | base: all but them | all | auto: adapters
     # if the model has any, else all
@@ -230,6 +266,12 @@ def get_config(variant: str = "") -> ConfigDict:
     curriculum.sharpness = 1.0  # of the scores in the rules' weights
     curriculum.harm = 1.0  # of a right answer turned wrong, against one made right
 
+    # A phase ends early, and says why, when a curve was out of bounds in so many takes in a row.
+    train.stop = stop = ConfigDict({"takes": 5})
+    stop.entropy_below = 0.0  # nats a token, of loss/entropy_mean; 0: never
+    stop.kl_above = float("inf")  # nats a token; inf: never
+    stop.kl = ""  # the curve that kl_above bounds, such as loss/anchor_kl_mean
+
     config.eval = evaluation = ConfigDict()
     evaluation.every_steps = 0  # 0: before and after only
     evaluation.prompts = 512
@@ -240,13 +282,16 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every_steps = 25
-    checkpoint.keep = 2
-    checkpoint.keep_weights = 2  # published weight directories
+    checkpoint.keep = 2  # the newest
+    checkpoint.keep_every_steps = 0  # and for good those at multiples of this; 0: none
+    checkpoint.keep_weights = 2  # published weight directories, the newest
+    checkpoint.keep_best = True  # and those with the best held-out avg@k so far
 
     config.log = log = ConfigDict()
     log.every_steps = 1
     log.samples = 4  # rollouts shown as text
     log.samples_every_steps = 10
+    log.device_flops = 0.0  # of a device, for throughput/mfu; 0: as published, none of a CPU
 
     # Phases run in this order on the same weights; phases.<name> overrides sections for that one.
     config.phases = ConfigDict({"order": ("main",), "main": ConfigDict()})

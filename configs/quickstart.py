@@ -17,20 +17,29 @@ from ml_collections import ConfigDict
 
 from configs import grpo, gvpo, sft
 
-VARIANTS = ("", "tiny", "grpo", "sft")
+VARIANTS = ("", "tiny", "grpo", "tiny_grpo", "sft")
 DEMONSTRATIONS = 3000
 STEPS = 110
 SUPERVISED_STEPS = 700  # take about as long as STEPS of reinforcement
+
+
+def on_grpo(config: Any) -> ConfigDict:
+    """The same job with GRPO in GVPO's place."""
+    config.algorithm = grpo.get_config().algorithm
+    phases = {"order": ("sft", "grpo"), "sft": config.phases.sft, "grpo": ConfigDict()}
+    config.phases = ConfigDict(phases)
+    return config
 
 
 def get_config(variant: str = "") -> ConfigDict:
     """GVPO's own config; numbers that are this job's alone are set here."""
     if variant not in VARIANTS:
         raise ValueError(f"config variant {variant!r} is unknown; allowed: {VARIANTS}")
-    config: Any = gvpo.get_config("tiny" if variant == "tiny" else "")
+    tiny = variant.startswith("tiny")
+    config: Any = gvpo.get_config("tiny" if tiny else "")
     config.train.packing.rows = "packed"
-    if variant == "tiny":
-        return config
+    if tiny:
+        return on_grpo(config) if variant == "tiny_grpo" else config
     config.task.parameters = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
     config.task.train_prompts = 12000
     config.sampler.update(max_new_tokens=5, prompt_buckets=(12,), slots=768)
@@ -49,8 +58,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.phases.sft.update(supervised)
     warm = config.phases.sft
     if variant == "grpo":
-        config.algorithm = grpo.get_config().algorithm
-        config.phases = ConfigDict({"order": ("sft", "grpo"), "sft": warm, "grpo": ConfigDict()})
+        config = on_grpo(config)
     if variant == "sft":
         more: Any = sft.warm_start("")
         more.update(supervised)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
 
 from jaxrl.pool.contract import Generator, Request, Tokenizer
 from jaxrl.pool.rollout import StopReason
@@ -76,6 +75,8 @@ def interval(values: Sequence[float], method: Method, *, level: float = 0.95) ->
     if method == "bootstrap":
         low, high = _bootstrap(array, level)
         return Interval(mean, low, high, level, method, n)
+    from scipy.special import ndtri, stdtrit  # slow to load, and most intervals are bootstrap's
+
     upper = 0.5 + level / 2
     quantile = float(stdtrit(n - 1, upper) if method == "t" else ndtri(upper))
     half = quantile * float(array.std(ddof=1)) / math.sqrt(n)

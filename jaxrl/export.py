@@ -1,6 +1,6 @@
-"""The last weights of a run as a published checkpoint.
+"""The last weights of a run, or its best, as a published checkpoint.
 
-    python -m jaxrl.export --workdir RUN --to DIR [--tokenizer DIR | --adapters]
+    python -m jaxrl.export --workdir RUN --to DIR [--best] [--tokenizer DIR | --adapters]
 
 DIR is then what ``transformers`` and inference engines load: config.json, safetensors, and the
 tokenizer's files. Adapters are merged into the kernels that they are beside. With ``--adapters``
@@ -16,8 +16,11 @@ from typing import Any
 
 from absl import app, flags
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "of the run")
-_TO = flags.DEFINE_string("to", None, "the directory to write; it must not exist")
+# A process of its own asks for one door only; the tests import several.
+_WORKDIR = flags.DEFINE_string("workdir", None, "of the run", allow_override=True)
+_TO = flags.DEFINE_string(
+    "to", None, "the directory to write; it must not exist", allow_override=True
+)
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer",
     "",
@@ -25,11 +28,12 @@ _TOKENIZER = flags.DEFINE_string(
     "its special tokens and positions are taken over; empty: the one of the run, if it is one",
 )
 _ADAPTERS = flags.DEFINE_bool("adapters", False, "write the adapters alone, without their base")
+_BEST = flags.DEFINE_bool("best", False, "those with the best held-out avg@k, not the newest")
 _SHARD_MB = flags.DEFINE_integer("shard_mb", 4000, "longest file of weights", lower_bound=1)
 
 
-def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int) -> str:
-    """Write the newest published weights of a run to ``to``; returns their name.
+def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int, best: bool = False) -> str:
+    """Write the newest or best published weights of a run to ``to``; returns their name.
 
     Raises ValueError if the run has none, or its model cannot be exported.
     """
@@ -38,7 +42,7 @@ def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int) -> str:
     from jaxrl.model import adapters, pretrained
     from jaxrl.pool import gguf_tokenizer
 
-    held, config, params, newest = _newest(workdir)
+    held, config, params, newest = _published(workdir, best)
     own = held["pool"]["tokenizer"]
     with tempfile.TemporaryDirectory() as unpacked:
         if not tokenizer and "/" in own:
@@ -58,21 +62,22 @@ def export(workdir: str, to: str, *, tokenizer: str, shard_bytes: int) -> str:
     return epath.Path(newest).name
 
 
-def export_adapters(workdir: str, to: str) -> str:
-    """Write the adapters of a run's newest published weights, without their base, to ``to``;
-    returns the weights' name. Raises ValueError if the run has none."""
+def export_adapters(workdir: str, to: str, *, best: bool = False) -> str:
+    """Write the adapters of a run's newest or best published weights to ``to``, without their
+    base; returns the weights' name. Raises ValueError if the run has none."""
     from etils import epath
 
     from jaxrl.model import adapters, versions
 
-    _, config, params, newest = _newest(workdir)
+    _, config, params, newest = _published(workdir, best)
     at = versions.read_manifest(newest)
     adapters.write_alone(to, params, config, epoch=at["epoch"], step=at["step"])
     return epath.Path(newest).name
 
 
-def _newest(workdir: str) -> tuple[dict[str, Any], Any, Any, str]:
-    """A run's config, its model's form, its newest published weights, and where they are."""
+def _published(workdir: str, best: bool) -> tuple[dict[str, Any], Any, Any, str]:
+    """A run's config, its model's form, its newest or best published weights, and where they
+    are."""
     from etils import epath
 
     from jaxrl.model import form, transformer
@@ -85,7 +90,12 @@ def _newest(workdir: str) -> tuple[dict[str, Any], Any, Any, str]:
     held = json.loads((root / "config.json").read_text())
     if not (versions := Workdir(root).published()):
         raise ValueError(f"{root / 'weights'} holds no published version")
-    newest = Workdir(root).weights(*versions[-1])
+    chosen, told = versions[-1], Workdir(root).best()
+    if best:
+        if told is None:
+            raise ValueError(f"{root / 'best.json'} is missing; allowed: without --best")
+        chosen = (told["epoch"], told["step"])
+    newest = Workdir(root).weights(*chosen)
     config = form.read(held["model"])
     params, _ = read_weights(newest, shapes=transformer.shapes(config))
     return held, config, params, str(newest)
@@ -100,9 +110,9 @@ def main(argv: list[str]) -> None:
         shard_bytes = _SHARD_MB.value * 1_000_000
         run, tokenizer = str(_WORKDIR.value), _TOKENIZER.value
         if _ADAPTERS.value:
-            name = export_adapters(run, to)
+            name = export_adapters(run, to, best=_BEST.value)
         else:
-            name = export(run, to, tokenizer=tokenizer, shard_bytes=shard_bytes)
+            name = export(run, to, tokenizer=tokenizer, shard_bytes=shard_bytes, best=_BEST.value)
     except (ValueError, TypeError, KeyError, OSError) as error:
         sys.exit(f"jaxrl.export: {type(error).__name__}: {error}")
     print(f"{name} of {_WORKDIR.value} is now {to}")

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -25,6 +26,7 @@ ROOMS_BELOW_TRAIN = (
     "pool",
     "tasks.contract",
     "evaluate",
+    "forecast.chips",
 )
 
 # What a room may import of ours, besides itself. A dotted entry opens one file of a room.
@@ -57,6 +59,10 @@ CONFINED = {
     "orbax": ("train/checkpoint.py", "model/versions.py"),
 }
 
+# What a start of a run would wait for; in these rooms it is imported where it is used.
+SLOW = ("grain", "matplotlib", "scipy")
+STARTED = ("model", "train", "pool", "tasks", "evaluate")
+
 DRAWERS = {"util", "utils", "common", "misc", "helper", "helpers", "shared", "stuff"}
 CONFIG_NAMES = re.compile(r"(^|_)(config|cfg|conf|settings|sections)$")
 
@@ -67,11 +73,17 @@ def rule(check: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
     return check
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """A file's syntax tree; each rule reads all files."""
+    return ast.parse(text)
+
+
 def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
     """(path relative to root, syntax tree) of each python file under the folders."""
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
-            yield path.relative_to(root).as_posix(), ast.parse(path.read_text())
+            yield path.relative_to(root).as_posix(), parsed(path.read_text())
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -104,7 +116,7 @@ def room(path: str) -> str:
 def package_of(requirement: str) -> str:
     """``ml-collections>=1.1`` -> ``ml_collections``, the name that is imported."""
     name = re.split(r"[^\w.-]", requirement)[0].replace("-", "_")
-    return {"absl_py": "absl", "orbax_checkpoint": "orbax"}.get(name, name)
+    return {"absl_py": "absl", "orbax_checkpoint": "orbax", "PyYAML": "yaml"}.get(name, name)
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
@@ -131,7 +143,7 @@ def code_lines(text: str) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in silent:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return lines - docstring_lines(ast.parse(text))
+    return lines - docstring_lines(parsed(text))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -195,6 +207,19 @@ def third_parties(root: Path) -> list[str]:
 
 
 @rule
+def slow_imports(root: Path) -> list[str]:
+    """What is slow to load and not needed for a first step does not stand at a file's top."""
+    return [
+        f"{path}:{line}: {name} is slow to load; import it where it is used"
+        for path, tree in sources(root, "jaxrl")
+        for node in tree.body
+        if room(path) in STARTED and isinstance(node, ast.Import | ast.ImportFrom)
+        for line, name in imports(node)
+        if name.split(".")[0] in SLOW
+    ]
+
+
+@rule
 def dependencies(root: Path) -> list[str]:
     """What is imported is declared in pyproject.toml, and what all must install is imported."""
     project = root / "pyproject.toml"
@@ -215,14 +240,16 @@ def dependencies(root: Path) -> list[str]:
 
 @rule
 def outside(root: Path) -> list[str]:
-    """configs import ml_collections and each other; sweeps nothing; oracles numpy alone."""
+    """configs import ml_collections and each other; sweeps their lists; oracles numpy alone."""
     found = []
     for path, tree in sources(root, "configs", "experiments", "tests/papers"):
-        folder, tops = path.split("/")[0], {name.split(".")[0] for _, name in imports(tree)}
+        names = [name for _, name in imports(tree)]
+        folder, tops = path.split("/")[0], {name.split(".")[0] for name in names}
+        lists = all(within(name, "jaxrl.sweep") for name in names)
         if folder == "configs" and not tops <= {"ml_collections", "configs", "typing"}:
             found.append(f"{path}: configs import ml_collections and configs, not {sorted(tops)}")
-        elif folder == "experiments" and path.count("/") == 1 and tops:
-            found.append(f"{path}: a sweep imports nothing, not {sorted(tops)}")
+        elif folder == "experiments" and path.count("/") == 1 and not lists:
+            found.append(f"{path}: a sweep imports nothing but jaxrl.sweep, not {sorted(names)}")
         elif folder == "tests" and not tops <= {"numpy", *sys.stdlib_module_names}:
             found.append(f"{path}: an oracle imports numpy alone, not {sorted(tops)}")
     return found

@@ -15,6 +15,7 @@ from configs import gvpo, meshes, models
 from jaxrl import aot
 from jaxrl.forecast import chips, search
 from jaxrl.forecast.compiled import DoesNotFitError
+from jaxrl.mesh import make_mesh
 from jaxrl.model import transformer
 from jaxrl.train import settings
 
@@ -45,6 +46,15 @@ def test_a_config_without_a_mesh_gets_one():
 def test_devices_that_no_mesh_uses_name_the_fields():
     with pytest.raises(ValueError, match=r"train.micro_rollouts=32 .*model.kv_heads=8; allowed"):
         aot.meshed(big(), None, 1024)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra 'aot'")
+def test_only_the_data_axis_crosses_slices():
+    devices = chips.devices_of(chips.read_slice("v5e:2x2*2"))
+    laid = make_mesh({"data": 2, "fsdp": 4}, devices).devices.reshape(2, 4)
+    assert [{device.slice_index for device in row} for row in laid] == [{0}, {1}]
+    with pytest.raises(ValueError, match="mesh.data=1 over 2 slices; allowed: multiples of 2"):
+        make_mesh({"fsdp": 8}, devices)
 
 
 def test_an_unknown_mesh_or_model_is_refused():

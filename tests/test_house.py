@@ -37,6 +37,7 @@ PLANTED = [
     ("third_parties", "jaxrl/pool/a.py", "import jax\n", "host wing"),
     ("third_parties", "jaxrl/evaluate.py", "from jax import numpy\n", "host wing"),
     ("third_parties", "jaxrl/kernels/a.py", "import numpy as np\n", "not numpy"),
+    ("slow_imports", "jaxrl/train/a.py", "from matplotlib import cm\n", "matplotlib.cm is slow"),
     ("dependencies", "jaxrl/a.py", "import requests\n", "requests is not among"),
     (
         "dependencies",
@@ -46,6 +47,7 @@ PLANTED = [
     ),
     ("outside", "configs/a.py", "import jaxrl.batch\n", "configs import"),
     ("outside", "experiments/a.py", "from configs import gvpo\n", "a sweep imports nothing"),
+    ("outside", "experiments/a.py", "from jaxrl import mesh\n", "a sweep imports nothing"),
     ("outside", "tests/papers/a.py", "import jax\n", "numpy alone"),
     ("sizes", "jaxrl/a.py", f"def f():\n{LONG}", "at most 60"),
     ("sizes", "jaxrl/kernels/a.py", f"def f():\n{LONG[:500]}", "at most 25"),
@@ -158,6 +160,7 @@ ALLOWED = {
     "jaxrl/train/a.py": f"{DOC}# TODO: see #12\nimport optax\nx = getattr(y, 'a')\n",
     "jaxrl/train/b.py": f"{DOC}from jaxrl.pool.contract import Group\nx = header.get('kind')\n",
     "jaxrl/train/__init__.py": DOC,
+    "experiments/a.py": f"{DOC}from jaxrl.sweep import grid\nBASE = 'configs/a.py'\n",
     "configs/a.py": f"{DOC}from configs import base\ndef get_config():\n    {DOC}{LONG}",
     "tests/kernels/cases.py": "x = 0\n" * 401,
 }

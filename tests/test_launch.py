@@ -27,7 +27,10 @@ def tiny(**changes: Any) -> Any:
 
 
 REFUSED = {
-    "an axis without use": ({"mesh.context": 2}, "mesh.context=2; allowed: 1"),
+    "bins over an axis of tokens": (
+        {"mesh.context": 2, "train.packing.rows": "packed"},
+        "train.packing.rows='packed' with mesh.context=2; allowed: 'plain'",
+    ),
     "unknown algorithm": ({"algorithm.name": "grpoo"}, "algorithm.name='grpoo'.*allowed:.*grpo"),
     "bad beta": ({"algorithm.beta": 0.0}, r"algorithm\.beta=0.0; allowed: 0 < beta"),
     "greedy training": ({"sampler.temperature": 0.0}, "sampler.temperature=0.0; allowed: > 0"),
@@ -60,8 +63,8 @@ REFUSED = {
         "is too small: .* draws gave 1.. of task.train_prompts=1000",
     ),
     "pool kind": (
-        {"pool.kind": "remote"},
-        "pool.kind='remote' is unknown; allowed: local, recorde",
+        {"pool.kind": "cloud"},
+        "pool.kind='cloud' is unknown; allowed: local, recorded, remote",
     ),
     "shared section": ({"phases.sft.seed": 3}, "phases.sft.seed.*the same in all phases"),
     "unknown override": ({"phases.sft.train.stepz": 3}, "phases.sft.train.stepz is unknown"),

@@ -146,7 +146,7 @@ def batch_and_models(phases: list[Phase], phase: Phase, desk: Any) -> tuple[Part
     )
     skilled: Any = parts
     if phase.algorithm["name"] in SKILLED:
-        skilled = dataclasses.replace(parts, sampler=cast(Any, Prompter(parts)))
+        skilled = dataclasses.replace(parts, generator=cast(Any, Prompter(parts)))
     pool = rounds.open_pool(phase, skilled, books)
     if phase.pool.kind == "local":
         pool.publish(*loop.publish(books, phase, state))
