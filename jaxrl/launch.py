@@ -24,6 +24,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxrl import runner
+from jaxrl.pool import deadline
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
 _WORKDIR = flags.DEFINE_string("workdir", None, "where the run is written: a folder or a bucket")
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
     except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
         if _DEBUG.value:
             raise
-        sys.exit(f"jaxrl.launch: {type(error).__name__}: {error}")
+        deadline.leave(f"jaxrl.launch: {type(error).__name__}: {error}")
     sys.exit(code)
 
 

@@ -9,12 +9,13 @@ keep its devices for training. What was measured before is not measured again.
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from absl import app, flags
+
+from jaxrl.pool import deadline
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "of the run", allow_override=True)
 _WHICH = flags.DEFINE_enum("which", "all", ["newest", "best", "all"], "of the kept weights")
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> None:
             poll_s=_POLL_S.value,
         )
     except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
-        sys.exit(f"jaxrl.measure: {type(error).__name__}: {error}")
+        deadline.leave(f"jaxrl.measure: {type(error).__name__}: {error}")
     print(f"{count} weights measured")
 
 

@@ -25,9 +25,10 @@ def adapter(**changes: Any) -> AdapterConfig:
 
 
 def drawn(policy: Any) -> dict[str, jax.Array]:
-    """Lively weights with adapters that say something."""
-    params = lively(policy.init(jax.random.key(1)))
-    keys = iter(jax.random.split(jax.random.key(2), len(params)))
+    """Lively weights with adapters that say something. (A norm of key 1 divides by almost nothing:
+    what float32 rounds off there is ten times what it is elsewhere.)"""
+    params = lively(policy.init(jax.random.key(2)))
+    keys = iter(jax.random.split(jax.random.key(3), len(params)))
     noise = {name: jax.random.normal(next(keys), x.shape, x.dtype) for name, x in params.items()}
     return {n: 0.3 * noise[n] if n.endswith("adapter_out") else x for n, x in params.items()}
 
