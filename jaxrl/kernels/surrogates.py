@@ -4,6 +4,8 @@ No sum over tokens here, see kernels/weights.py. Advantages are constants: no gr
 them.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -59,8 +61,10 @@ def dual_clip(
     arXiv 1912.09729.
     """
     token_loss, advantage = widen(token_loss), jax.lax.stop_gradient(widen(advantage))
+    if cap == math.inf:
+        return token_loss, {"dual_clipped": jnp.zeros_like(token_loss)}
     negative = advantage < 0
-    bound = cap * jnp.where(negative, -advantage, 1)  # selected first: inf * 0 is NaN
+    bound = cap * jnp.where(negative, -advantage, 1)
     capped = negative & (bound < token_loss)
     return jnp.where(capped, bound, token_loss), {"dual_clipped": capped.astype(token_loss.dtype)}
 

@@ -247,6 +247,7 @@ CASES = [
     ),
     case(groups.size_factor, "rollout", {"full": 4.0}, group="rollout label", mask="rollout mask"),
     case(ratios.token_ratio, "row token", {}, **TWO_LOGPS),
+    case(ratios.bounded, "row token", {}, gap="row token value"),
     case(
         ratios.rollout_ratio,
         "row token",

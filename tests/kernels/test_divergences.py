@@ -1,11 +1,14 @@
 """Numbers worked by hand for kernels/divergences.py."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.kernels.divergences import (
+    excess,
     floored_logits,
     floored_logp,
     forward_kl,
@@ -109,7 +112,20 @@ def test_case_28_overflow():
 def test_k3_is_accurate_close_to_the_reference():
     # x = 1e-3: exp(x) - 1 - x = x^2 / 2 + x^3 / 6
     got = k3(jnp.zeros((1, 1)), jnp.full((1, 1), 1e-3))
-    np.testing.assert_allclose(got, 5.0016667e-7, rtol=1e-3)
+    np.testing.assert_allclose(got, 5.0016667e-7, rtol=1e-6)
+
+
+def test_the_excess_of_an_exponential_keeps_its_digits_everywhere():
+    sizes = np.concatenate([np.geomspace(1e-6, 20, 500), [0.49999997, 0.5, 0.50000006]])
+    x = np.concatenate([-sizes, sizes]).astype(np.float32)
+    wide = x.astype(np.longdouble)
+    right = sum(wide**n / math.factorial(n) for n in range(2, 90))  # |x|^90 / 90! < 1e-21
+    far = np.abs(x) > 1  # where the terms of a negative x cancel, and exp(x) - 1 - x does not
+    right = np.where(far, np.expm1(wide) - wide, right)
+    np.testing.assert_allclose(excess(jnp.asarray(x)), right, rtol=1e-6)
+    slope = jax.vmap(jax.grad(excess))(jnp.asarray(x))
+    np.testing.assert_allclose(slope, np.expm1(wide), rtol=1e-6)
+    assert excess(jnp.zeros(())) == 0 == jax.grad(excess)(jnp.zeros(()))
 
 
 def test_exact_divergences():

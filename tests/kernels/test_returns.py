@@ -1,11 +1,13 @@
 """Numbers worked by hand for kernels/returns.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.returns import clipped_value, gae, return_to_go, whiten
+from jaxrl.kernels.returns import CACHED_ROWS, clipped_value, gae, return_to_go, whiten
 
 ONE = jnp.ones((1, 3), bool)
 GAP = jnp.asarray([[1, 0, 1, 0, 1, 0]], bool)  # a tool's output between, padding after
@@ -37,6 +39,30 @@ def test_gae():
     # A = .25; .125 + .25 * .25 = .1875; -.375 + .25 * .1875 = -.328125
     got = gae(row(0, 0, 1), row(0.5, 0.25, 0.75), ONE, discount=0.5, trace=0.5)
     np.testing.assert_allclose(got, [[-0.328125, 0.1875, 0.25]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [CACHED_ROWS - 1, CACHED_ROWS, CACHED_ROWS + 1, 3 * CACHED_ROWS])
+def test_many_rows_are_what_each_is_alone(rows):
+    rng = np.random.default_rng(rows)
+    reward, value = (jnp.asarray(rng.normal(size=(rows, 6)), jnp.float32) for _ in range(2))
+    mask = jnp.asarray(rng.random((rows, 6)) < 0.7)
+    numbers = {"discount": 0.9, "trace": 0.5}
+
+    def loss(kernel, *arrays):
+        return (kernel(*arrays) * value).sum()
+
+    for kernel in (
+        lambda r, v, m: return_to_go(r, m, discount=0.9),
+        lambda r, v, m: gae(r, v, m, **numbers),
+    ):
+        each = [kernel(*(x[i : i + 1] for x in (reward, value, mask)))[0] for i in range(rows)]
+        np.testing.assert_array_equal(kernel(reward, value, mask), each)
+        slope = jax.grad(functools.partial(loss, kernel))(reward, value, mask)
+        # a token's own reward counts once, and every earlier one of the row sees less of it
+        bumped = (loss(kernel, reward.at[0, 2].add(1), value, mask)) - loss(
+            kernel, reward, value, mask
+        )
+        np.testing.assert_allclose(slope[0, 2], bumped, atol=1e-4)
 
 
 def test_the_ends_of_the_trace():
