@@ -12,42 +12,40 @@ of
     clipped  the bare clipped surrogate, whatever the operation
     curves   ours with all of its diagnostics averaged besides (clipped surrogates)
     verl     verl.trainer.ppo.core_algos as its trainer calls it, eager, with its metrics
+    copy     one array of [rows, tokens] float32 copied into another: what memory costs
 
 and the ratios. All take turns in random order, so that a busy machine slows them alike; a ratio is
 the median over turns of that inside one turn, in CPU time (``process_time``: one thread, waiting
 does not count), and milliseconds are medians too. A kernel is to take at most 1.2 x bare.
 
 On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
-of its entries. What reads rollouts first and tokens then, or has two exponentials a token, lies at
-the bar (1.1 to 1.2): ours reads the weight besides, twice. An operation is at most 1.2 x the
-clipped surrogate or, where its formula costs more than that one, 1.2 x the same formula by hand.
-Three take more than by hand, and less than 1.2 x the clipped surrogate, each for a reason:
+of its entries. An operation is at most 1.2 x the clipped surrogate or, where its formula costs more
+than that one, 1.2 x the same formula by hand, but for
 
-    gspo, one advantage a rollout    bare knows that advantage and weight are those of a rollout and
-                                     has no loss of a token; ours reads both at each token. "gspo"
-                                     has the bare formula with an advantage at each token
-    residual, centred                bare is NaN where the padding is; ours selects first
-    contrastive, jsd                 by hand log(1 / 2 + exp / 2), which has no right digit left
-                                     close to 0; ours has tanh and log1p
+    dual clip with TIS      1.33   ours selects what counts before it computes, so that garbage
+    sequence masking        1.30   behind the mask stays there; by hand that is left out
+    contrastive, jsd        1.36   by hand log(1 / 2 + exp / 2), which has no right digit left close
+                                   to 0; ours has tanh and log1p
 
-and three at most 1.2 x by hand take 2 to 4 x the clipped surrogate:
-
-    gae, return to go                a token needs the one after it, so the arrays are turned to
-                                     tokens by rows and back, which takes longer than the recursion
-
-All ten of verl's together take 11.4 x ours; what its trainer computes for GRPO with a KL term
-(advantages, dual clip with sampler correction, k3) 12.4 x, with the plain clip 9.2 x (30dbc69,
-quiet for most of it). One by one 10 x does not hold everywhere (CISPO 6.7, k3 3.9, vectorised
-advantages 4.2, whitened GAE 9.5); the policy gradient, -A log p, which reads each array once, leads
-verl's CISPO and k3 by 8 to 9. Whether 10 x can be had for these is unknown.
+All ten of verl's together take 13.4 x ours; what its trainer computes for GRPO with a KL term
+(advantages, dual clip with sampler correction, k3) 11.4 x, with the plain clip 12.3 x (30dbc69 and
+what followed it, jax 0.10.2, verl 0.9.1, torch 2.13.0, one of two cores loaded besides). One by one
+10 x holds for six, not for GSPO (8.1), CISPO (5.6), k3 (5.3) and vectorised advantages (3.5). The
+last cannot be had: verl's take 3.5 copies of one array (``copy``), and what has to read the mask
+and write the advantages takes .6 of one. CISPO and k3 would have to take 3.3 and 3.0 copies; to
+read and write once takes 2.5 and 2, and XLA passes over memory twice, once for the value and once
+for the gradient.
 """
 
 import argparse
 import os
 
+from jaxrl.train import heap
+
 # Before jax and torch start their threads.
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 os.environ["OMP_NUM_THREADS"] = "1"
+heap.keep()  # as whatever starts a run does: else some runs measure how the system hands out pages
 
 import importlib  # noqa: E402
 import importlib.util  # noqa: E402
@@ -226,11 +224,13 @@ def main() -> None:
     given["advantage"] = np.repeat(given["advantage"][:, None], asked.tokens, axis=1)
     x = device_arrays(given)
     yardstick, others = _bare(bare.clipped, x), verl(given)
+    source, target = given["logp"].copy(), np.empty_like(given["logp"])
+    copy: Run = lambda: np.copyto(target, source)  # noqa: E731
     for operation, runs in operations(x).items():
         if asked.only not in operation:
             continue
         more = {"verl": others[operation]} if operation in others else {}
-        found = turns({**runs, "clipped": yardstick, **more}, asked.seconds)
+        found = turns({**runs, "clipped": yardstick, "copy": copy, **more}, asked.seconds)
 
         def ratio(above: str, below: str, found: Mapping[str, np.ndarray] = found) -> float:
             return round(float(np.median(found[above] / found[below])), 3)
@@ -241,6 +241,7 @@ def main() -> None:
         line |= {"ours_over_clipped": ratio("ours", "clipped")}
         if more:
             line |= {"verl_over_ours": ratio("verl", "ours")}
+            line |= {"verl_over_copy": ratio("verl", "copy")}
         print(json.dumps(line | {"jax": jax.__version__}), flush=True)
 
 
