@@ -52,8 +52,11 @@ def get_config(variant: str = "") -> ConfigDict:
     # is kept) | full (its input only) | attention (and what attention gives) | projections (and
     # queries, keys, values) | inner (and gate and up) | dots (every matrix product)
     model.remat = "none"
-    # auto: the splash kernel on TPU where it fits, else dense | dense | splash
-    model.attention = "auto"
+    # of attention over plain rows, and of experts' products; the sampler attends by XLA whatever
+    # stands here. auto: on TPU splash where it fits, else xla | xla: plain operations | splash:
+    # JAX's kernel for attention, experts as in xla | tokamax: its kernels for both (extra
+    # `tokamax`). A kernel asked for by name that does not fit is refused
+    model.kernels = "auto"
     model.score_chunk_positions = 2048  # positions whose logits are alive at once
     # whether these are made again in the backward pass; False: a micro-batch's are kept in float32,
     # which saves one of the head's four products
@@ -84,7 +87,6 @@ def get_config(variant: str = "") -> ConfigDict:
     experts.router = "softmax"  # softmax | sigmoid (with a bias that only chooses)
     experts.normalise = True  # the gates of a token's experts sum to 1
     experts.scale = 1.0  # of the gates
-    experts.matmul = "auto"  # auto | padded | ragged: the grouped matrix product
     # low-rank additions to linear kernels (LoRA); rank 0: none. The rest is then frozen, unless
     # optimizer.train says otherwise; see configs/lora.py
     model.adapter = adapter = ConfigDict({"rank": 0})

@@ -148,13 +148,16 @@ def per_device(
     rules: Rules,
     inputs: Sequence[tuple[str | None, ...]],
     output: tuple[str | None, ...],
+    *,
+    checked: bool,
 ) -> Callable[..., jax.Array]:
     """``function`` run by each device on its part of the arrays, for what the partitioner cannot
     split: arrays in and out lie as their logical axes say, and collectives are the function's own.
 
     Every array comes in as one that may differ along each mesh axis that splits any of them, as
     loops and custom gradients want it; of an array that is the same along an axis, the gradients
-    are summed over that axis.
+    are summed over that axis. With ``checked`` off jax does not follow along which axes arrays
+    differ, for kernels that do not tell; gradients are the same.
     """
     axes = [{axis for name in logical if name for axis in rules[name]} for logical in inputs]
     split = set().union(*axes)
@@ -167,10 +170,11 @@ def per_device(
         return function(*cast)
 
     return jax.shard_map(
-        varying,
+        varying if checked else function,
         mesh=mesh,
         in_specs=tuple(spec(logical, rules) for logical in inputs),
         out_specs=spec(output, rules),
+        check_vma=checked,
     )
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import math
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxrl.forecast.compiled import Built, DoesNotFitError, Program
 from jaxrl.forecast.times import Times
 from jaxrl.forecast.work import Work
 from jaxrl.mesh import ways
-from jaxrl.model import attention
+from jaxrl.model import attention, tokamax_kernels
 from jaxrl.model.form import DTYPES, REMAT
 from jaxrl.train import optimizer, roles
 from jaxrl.train.loop import routing_of
@@ -38,8 +39,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def work_of(built: Built, tokens: int) -> Work:
-    """FLOPs of a take, by formula."""
+def work_of(built: Built, tokens: int) -> tuple[Work, frozenset[str]]:
+    """FLOPs of a take by formula, and which forms attention has."""
     phase, step, policy = built.phase, built.step, built.models.policy
     algorithm = step.algorithm
     who = {name for name in roles_of(algorithm) if name != "novelty"}
@@ -58,15 +59,41 @@ def work_of(built: Built, tokens: int) -> Work:
         view: attention.chosen(policy.config, length, policy.mesh, policy.rules)
         for view, length in lengths.items()
     }
-    return work.work(
+    kernel = work.TOKAMAX if policy.config.kernels == "tokamax" else work.SPLASH
+    attentions = {view: kernel if fused else work.DENSE for view, fused in chosen.items()}
+    done = work.work(
         algorithm,
         step.plan(phase.train.groups * phase.pool.rollouts_per_group, packed=False),
         forms,
         lengths,
         trained,
-        {view: work.SPLASH if fused else work.DENSE for view, fused in chosen.items()},
+        attentions,
         observes_student=routing_of(phase) is not None,
     )
+    return done, frozenset(attentions.values())
+
+
+def hidden(built: Built, one: Program, done: Work, forms: frozenset[str], tokens: int) -> float:
+    """FLOPs of a take inside of kernels, where the compiler counts none: of attention, if it is by
+    a kernel, and of experts' products, by tokamax's kernels or by XLA's own one for ``ragged_dot``,
+    which makes no gradients of weights (these it multiplies densely, and counts). Tiles reach over
+    the ends of experts' runs: all that may do are counted, for an even load.
+    """
+    attended = done.executed.attention if forms != {work.DENSE} else 0.0
+    policy = built.models.policy
+    experts = policy.config.experts
+    plan = built.step.plan(
+        built.phase.train.groups * built.phase.pool.rollouts_per_group, packed=False
+    )
+    by_tokamax = experts.count and policy.config.kernels == "tokamax"
+    tiling = re.search(r'ragged_dot_tiling="(\d+),', one.text)
+    if not by_tokamax and not tiling:
+        return attended
+    tile = tokamax_kernels.ROWS if by_tokamax or tiling is None else int(tiling.group(1))
+    own = experts.count // ways(policy.mesh, policy.rules["expert"])
+    rows = plan.micro * tokens * experts.per_token / ways(policy.mesh, policy.rules["rows"])
+    multiplied = done.experts + (done.experts_own if by_tokamax else 0.0)
+    return attended + multiplied * (rows + tile * (own - 1)) / rows
 
 
 def hbm(one: Program, where: Slice) -> dict[str, float | bool]:
@@ -123,9 +150,10 @@ def of_step(built: Built, one: Program, tokens: int) -> dict[str, Any]:
     """The train step's part of the record."""
     where, devices = built.where, built.models.mesh.size
     record, counted = described(one, where)
-    done = work_of(built, tokens)
+    done, forms = work_of(built, tokens)
+    inside = hidden(built, one, done, forms, tokens)
     place = times.places(list(built.models.mesh.devices.flat))
-    compiled_flops = counted.flops * devices + (done.kernel if counted.kernels else 0.0)
+    compiled_flops = counted.flops * devices + inside
     spent = times.times(max(done.executed.all, compiled_flops) / devices, counted, where, place)
     lost = losses(done, devices, where, spent)
     largest = max(lost, key=lambda name: lost[name])
@@ -136,7 +164,7 @@ def of_step(built: Built, one: Program, tokens: int) -> dict[str, Any]:
             "useful": done.useful.all,
             "executed": done.executed.all,
             "compiler": counted.flops * devices,
-            "of_kernels": done.kernel if counted.kernels else 0.0,
+            "of_kernels": inside,
             "compiler_loop_bodies_once": one.once_flops * devices,
         },
         "seconds": {

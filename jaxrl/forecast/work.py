@@ -7,19 +7,19 @@ same once for what flows to the inputs, and once more for the trained kernels' o
 ``executed`` adds what is computed again under ``model.remat``, the head's second forward pass under
 ``model.score_remat``, and what the attention at hand computes beyond the causal half: dense, all T
 keys; splash, half a block of keys more, and going back the scores and the weights' gradients once
-for the queries and once more for keys and values.
+for the queries and once more for keys and values; tokamax's, these once, over longer blocks.
 """
 
 import dataclasses
 from collections.abc import Collection, Mapping
 
 from jaxrl.algorithms.contract import Algorithm
-from jaxrl.model import attention, transformer
-from jaxrl.model.flops import NOTHING, Position, forward, kernels, keys_seen
+from jaxrl.model import attention, tokamax_kernels, transformer
+from jaxrl.model.flops import NOTHING, Position, forward, kernels, keys_seen, routed
 from jaxrl.model.form import ModelConfig
 from jaxrl.train.step import Plan
 
-DENSE, SPLASH = "dense", "splash"
+DENSE, SPLASH, TOKAMAX = "dense", "splash", "tokamax"
 
 
 def computed_again(config: ModelConfig, form: str) -> tuple[float, float]:
@@ -53,8 +53,12 @@ def attention_overhead(config: ModelConfig, tokens: int, form: str) -> tuple[flo
     seen = sum(keys_seen(config, layer, tokens) for layer in range(config.layers))
     if form == DENSE:
         return config.layers * tokens / seen, config.layers * tokens / seen
-    over = (seen + config.layers * min(attention.BLOCK, tokens) / 2) / seen
-    return over, over * 7 / 4  # seven products going back, where four would do
+    block = min(attention.BLOCK, tokens)
+    over = (seen + config.layers * block / 2) / seen
+    if form == SPLASH:
+        return over, over * 7 / 4  # seven products going back, where four would do
+    keys = tokamax_kernels.keys_at_once(tokens, block)
+    return over, (seen + config.layers * keys / 2) / seen * 5 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +67,8 @@ class Work:
 
     useful: Position
     executed: Position
-
-    @property
-    def kernel(self) -> float:
-        """Executed in attention: what a Pallas kernel hides from the compiler's count."""
-        return self.executed.attention
+    experts: float  # executed in the products of experts' rows with weights
+    experts_own: float  # executed for the gradients of these weights
 
 
 def work(
@@ -83,11 +84,11 @@ def work(
     """The FLOPs of one take.
 
     ``forms`` are the models by who scores, ``tokens`` the length of a row by view, ``trained`` the
-    names of the parameters that each learner trains, ``attentions`` "dense" or "splash" by view.
+    names of the parameters that each learner trains, ``attentions`` the form of it by view.
     ``observes_student``: a student with experts is always observed.
     """
     rows = plan.rollouts
-    useful, executed = NOTHING, NOTHING
+    useful, executed, experts, own = NOTHING, NOTHING, 0.0, 0.0
 
     def pass_of(who: str, view: str) -> tuple[Position, Position]:
         """Useful and executed FLOPs of a row, forward."""
@@ -101,28 +102,47 @@ def work(
         useful += pair[0].scaled(times, times, times)
         executed += pair[1].scaled(times, times, times)
 
+    def add_forward(who: str, view: str, times: float) -> None:
+        nonlocal experts
+        add(pass_of(who, view), times)
+        experts += times * tokens[view] * _experts(forms[who])
+
     observers = list(algorithm.observers)
     if observes_student and ("student", "plain") not in observers:
         observers.append(("student", "plain"))
     known = [pair for pair in observers if pair[0] in forms]
     again = algorithm.refresh == "update" and plan.updates > 1
     for who, view in known:
-        add(pass_of(who, view), rows * (1 + (plan.epochs if again else 0)))
+        add_forward(who, view, rows * (1 + (plan.epochs if again else 0)))
     learners = [("student", algorithm.scorers), *((who, x.scorers) for who, x in algorithm.lessons)]
     for learner, scorers in learners:
         for who, view in scorers:
             if who not in forms:
                 continue
-            forth = pass_of(who, view)
-            add(forth, rows * plan.epochs)
+            times = rows * plan.epochs
+            add_forward(who, view, times)
             if forms[who].score_remat:  # the chunk's logits, going back
-                add((NOTHING, forth[1].scaled(0, 0, 1)), rows * plan.epochs)
+                add((NOTHING, pass_of(who, view)[1].scaled(0, 0, 1)), times)
             if who == learner:
-                add(
-                    _back(forms[who], tokens[view], trained[who], attentions[view]),
-                    rows * plan.epochs,
-                )
-    return Work(useful, executed)
+                add(_back(forms[who], tokens[view], trained[who], attentions[view]), times)
+                experts += times * tokens[view] * _experts_back(forms[who])
+                own += times * tokens[view] * _experts(forms[who], trained[who])
+    return Work(useful, executed, experts, own)
+
+
+def _experts(config: ModelConfig, names: Collection[str] | None = None) -> float:
+    """FLOPs of a position in experts' products, forward; of some of their parameters."""
+    own = kernels(config)
+    return 2 * sum(
+        n for name, n in own.items() if routed(name, config) and (names is None or name in names)
+    )
+
+
+def _experts_back(config: ModelConfig) -> float:
+    """Going back: to the inputs, and what is computed again."""
+    again = [name for name in kernels(config) if name.split("/")[-1] != "down"]
+    repeated = 0.0 if config.remat in ("none", "dots") else _experts(config, again)
+    return _experts(config) + repeated
 
 
 def _back(

@@ -3,12 +3,15 @@
     out = sum_j down_e(gates_j activation(gate_e(x)) * up_e(x)),  e = routes_j
 
 A route of -1 loads nobody and adds 0; an expert without tokens has gradients of exactly 0. Routes
-are sorted so that the rows of one expert are a run. Two forms, equal in what they give:
+are sorted so that the rows of one expert are a run. Forms, equal in what they give:
 
-    padded  a loop that visits each expert with a token once, its run padded to the next of a few
-            sizes (``visit_sizes``). On CPU, which turns ``ragged_dot`` into a dense matmul an
-            expert. What an uneven load costs is the padding, not the longest run times all experts.
-    ragged  ``jax.lax.ragged_dot``: on TPU, which has a grouped matmul.
+    padded   a loop that visits each expert with a token once, its run padded to the next of a few
+             sizes (``visit_sizes``). On CPU, which turns ``ragged_dot`` into a dense matmul an
+             expert. What an uneven load costs is the padding, not the longest run times all
+             experts.
+    ragged   ``jax.lax.ragged_dot``: elsewhere.
+    tokamax  tokamax's grouped product, a kernel for TPUs that skips rows of no expert;
+             ``tokamax_twin`` is its own implementation in XLA, for where there is no TPU.
 
 A gate scales the inner activations, where this is one more factor of a product.
 """
@@ -24,26 +27,38 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl.mesh import MeshAxes, Rules, per_device, require_divisible
+from jaxrl.model.tokamax_kernels import LANES, grouped_product, grouped_product_twin
 
-MATMULS = ("auto", "padded", "ragged")
+MATMULS = ("padded", "ragged", "tokamax", "tokamax_twin")
 EXCHANGES = ("auto", "dense", "ragged")
 # Sizes of padded runs, in mean runs: dense where an even load lies, few as each is compiled apart.
 SIZES = (0.25, 0.625, 1, 1.125, 1.5)
 GROWTH = 1.5  # from the last of them to the longest run that there is
 QUANTUM = 16  # sizes are multiples of so many rows
 
+# (rows, weights of the experts, how many rows each has) -> rows; anything behind the last run.
+PRODUCTS: dict[str, Callable[..., Array]] = {
+    "ragged": lambda rows, weights, sizes: jax.lax.ragged_dot(rows, weights, sizes),
+    "tokamax": lambda rows, weights, sizes: grouped_product(rows, weights, sizes, False),
+    "tokamax_twin": grouped_product_twin,
+}
+
 Activation = Callable[[Array], Array]
 Multiply = Callable[[Array, Array], Array]  # (rows, weights of the experts) -> rows
 Weights = tuple[Array, ...]  # gate, up, down
 
 
-def matmul_for(matmul: str, platform: str) -> str:
-    """``auto`` is padded on CPU and ragged elsewhere. Raises ValueError for an unknown form."""
-    if matmul not in MATMULS:
-        raise ValueError(f"model.experts.matmul={matmul!r} is unknown; allowed: {MATMULS}")
-    if matmul != "auto":
-        return matmul
+def matmul_for(kernels: str, platform: str) -> str:
+    """The form that ``model.kernels`` asks for, on this platform."""
+    if kernels == "tokamax":
+        return "tokamax" if platform == "tpu" else "tokamax_twin"
     return "padded" if platform == "cpu" else "ragged"
+
+
+def _known(matmul: str) -> str:
+    if matmul not in MATMULS:
+        raise ValueError(f"matmul={matmul!r} is unknown; allowed: {MATMULS}")
+    return matmul
 
 
 def mixture(
@@ -59,10 +74,10 @@ def mixture(
 ) -> Float[Array, "token embed"]:
     """sum_j down_e(gates_j activation(x gate_e) * (x up_e)) with e = routes_j, in x's dtype.
 
-    On one device; ``auto`` goes by the default backend. The sum over j is taken in float32.
+    On one device. The sum over j is taken in float32.
     """
-    form = matmul_for(matmul, jax.default_backend())
-    return _mixture(x, routes, gates, (gate, up, down), activation, form, routes.size)
+    weights = gate, up, down
+    return _mixture(x, routes, gates, weights, activation, _known(matmul), routes.size)
 
 
 def _mixture(
@@ -83,8 +98,10 @@ def _mixture(
     else:
         runs = _sorted(routes, experts)
         slot = jnp.where(jnp.arange(routes.size) < runs.start[-1], runs.slot, -1)
+        if form == "tokamax":
+            slot = jnp.pad(slot, (0, -slot.size % LANES), constant_values=-1)
         row = jnp.where(routes < 0, -1, runs.row)
-        multiply = functools.partial(jax.lax.ragged_dot, group_sizes=runs.sizes)
+        multiply = functools.partial(PRODUCTS[form], sizes=runs.sizes)
         made = _through(x, gates, weights, slot, row, activation, multiply)
     return made.astype(x.dtype)
 
@@ -323,7 +340,7 @@ def sharded_mixture(
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r} is unknown; allowed: {EXCHANGES}")
     platform = mesh.devices.flat[0].platform
-    form, ragged = matmul_for(matmul, platform), exchange == "ragged"
+    form, ragged = _known(matmul), exchange == "ragged"
     exchanged = _sent if ragged or exchange == "auto" and platform == "tpu" else _swapped
 
     def local(x: Array, routes: Array, gates: Array, *weights: Array, activation: Activation):
@@ -350,6 +367,7 @@ def sharded_mixture(
             rules,
             (*[("rows", None)] * 3, inward, inward, ("expert", "mlp", "embed")),
             ("rows", None),
+            checked=not form.startswith("tokamax"),
         )
         return call(x, routes, gates, *weights)
 

@@ -55,8 +55,13 @@ def _active(name: str, numbers: int, config: ModelConfig) -> float:
     if last in SILENT:
         return 0.0
     experts = config.experts
-    routed = experts.count and "/mlp/" in name and last in ("gate", "up", "down")
-    return numbers * experts.per_token / experts.count if routed else float(numbers)
+    return numbers * experts.per_token / experts.count if routed(name, config) else float(numbers)
+
+
+def routed(name: str, config: ModelConfig) -> bool:
+    """Whether a parameter is all experts' own, of which a token goes through a few."""
+    kinds = ("gate", "up", "down")
+    return config.experts.count > 0 and "/mlp/" in name and name.split("/")[-1] in kinds
 
 
 def kernels(config: ModelConfig) -> dict[str, float]:

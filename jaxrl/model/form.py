@@ -20,12 +20,11 @@ REMAT: dict[str, tuple[str, ...] | None] = {
     "inner": (KEPT_ATTENTION, KEPT_PROJECTIONS, KEPT_INNER),
     "dots": None,  # every matrix product without batch axes
 }
-ATTENTIONS = ("auto", "dense", "splash")
+KERNELS = ("auto", "xla", "splash", "tokamax")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 ACTIVATIONS = ("silu", "gelu_tanh")
 SINKS = ("none", "local", "all")
 ROUTERS = ("softmax", "sigmoid")
-MATMULS = ("auto", "padded", "ragged")
 ROPE_SCALINGS = {"none": 0, "linear": 1, "llama3": 4}  # kind -> how many numbers follow
 # What the fields say of a form that has none of what they can add: Llama's.
 PLAIN: dict[str, Any] = {
@@ -69,7 +68,6 @@ class ExpertsConfig:
     router: str
     normalise: bool  # the gates of a token's experts sum to 1
     scale: float  # of the gates
-    matmul: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -78,7 +76,6 @@ class ExpertsConfig:
             self,
             count=(self.count >= 0, "0 (dense) or more"),
             router=(self.router in ROUTERS, f"one of {ROUTERS}"),
-            matmul=(self.matmul in MATMULS, f"one of {MATMULS}"),
             shared_hidden=(self.shared_hidden >= 0, "0 (none) or more"),
             scale=(self.scale > 0, "> 0"),
         )
@@ -146,7 +143,7 @@ class ModelConfig:
     dtype: str
     param_dtype: str
     remat: str
-    attention: str  # how it is computed: see model/attention.py
+    kernels: str  # of attention and experts: see model/attention.py and model/experts.py
     score_chunk_positions: int
     score_remat: bool
     qk_norm: bool  # queries and keys are normalised per head
@@ -175,7 +172,7 @@ class ModelConfig:
             ("dtype", (*DTYPES,)),
             ("param_dtype", (*DTYPES,)),
             ("remat", (*REMAT,)),
-            ("attention", ATTENTIONS),
+            ("kernels", KERNELS),
             ("activation", ACTIVATIONS),
             ("sinks", SINKS),
         ):
@@ -282,11 +279,11 @@ def qwen3(**fields: Any) -> ModelConfig:
         **PLAIN,
         "family": "qwen3",
         "outputs": 0,
-        "attention": "auto",
+        "kernels": "auto",
         "score_remat": True,
         "qk_norm": True,
         "rope_scaling": ("none",),
-        "experts": ExpertsConfig(0, 0, 0, 0, (), "softmax", True, 1.0, "auto"),
+        "experts": ExpertsConfig(0, 0, 0, 0, (), "softmax", True, 1.0),
         "adapter": AdapterConfig(0, 1.0, "", "float32"),
     }
     return ModelConfig(**{**plain, **fields})

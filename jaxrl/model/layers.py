@@ -308,12 +308,12 @@ class Attention(nnx.Module):
             for x in (rotate(query, sight), rotate(key, sight), value)
         )
         keys, values = remember(key, value)
+        sink = None if self.sink is None else self.sink[...]
         if sight.fused is not None:
             found = sight.fused(
-                query, keys, values, sight.segment, scale=self.scale, window=sight.window
+                query, keys, values, sight.segment, scale=self.scale, window=sight.window, sink=sink
             )
         else:
-            sink = None if self.sink is None else self.sink[...]
             if isinstance(sight.mask, jax.Array):
                 # A square mask is that of rows by themselves, where nothing later is seen.
                 alone = query.shape[2] == keys.shape[2]

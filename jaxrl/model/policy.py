@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.batch import Batch
 from jaxrl.mesh import Rules, over_rows, require_divisible, spec, ways
-from jaxrl.model import adapters, attention, chunks, novelty, transformer
+from jaxrl.model import adapters, attention, chunks, novelty, tokamax_kernels, transformer
 from jaxrl.model.chunks import Piece, Read
-from jaxrl.model.experts import mixture, sharded_mixture
+from jaxrl.model.experts import matmul_for, mixture, sharded_mixture
 from jaxrl.model.form import DTYPES, ModelConfig
 from jaxrl.model.layers import Mixture, Routing
 from jaxrl.model.sharing import Bins, PackedRows, PlainRows, rows_of
@@ -91,10 +91,11 @@ class Policy:
     @property
     def mix(self) -> Mixture:
         """How tokens go through experts, on this mesh."""
-        experts = self.config.experts
+        devices = jax.devices() if self.mesh is None else self.mesh.devices.flat
+        matmul = matmul_for(self.config.kernels, devices[0].platform)
         if self.mesh is None or self.mesh.size == 1:
-            return functools.partial(mixture, matmul=experts.matmul)
-        return sharded_mixture(self.mesh, self.rules, matmul=experts.matmul)
+            return functools.partial(mixture, matmul=matmul)
+        return sharded_mixture(self.mesh, self.rules, matmul=matmul)
 
     def init(self, key: Array) -> dict[str, Array]:
         """Parameters from a typed key, born in their shardings; the same bits on any mesh."""
@@ -390,11 +391,14 @@ def build(
     whole rows.
 
     Raises ValueError naming the field, its value and what is allowed if the mesh does not divide
-    a model, or a model gives no logits over the student's vocabulary where it should.
+    a model, or a model gives no logits over the student's vocabulary where it should, or asks for
+    kernels that are not installed.
     """
     others = others or {}
     for who, form in {"student": config, **others}.items():
         section = "model" if who in ("student", VALUE) else f"scorers.{who}.model"
+        if form.kernels == "tokamax":
+            tokamax_kernels.require()
         if who != VALUE and form.outputs:
             raise ValueError(f"{section}.outputs={form.outputs}; allowed: 0 (logits)")
         sizes = {

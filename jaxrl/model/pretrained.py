@@ -88,8 +88,8 @@ def is_published(path: epath.PathLike) -> bool:
 def read_config(path: epath.PathLike) -> dict[str, Any]:
     """The fields of ``model`` that a checkpoint says; ``config.model.update`` takes them.
 
-    What says how a run computes (dtype, param_dtype, remat, score_chunk_positions, score_remat,
-    outputs, adapter, experts.matmul) is not among them. Raises ValueError naming the field that is
+    What says how a run computes (dtype, param_dtype, remat, kernels, score_chunk_positions,
+    score_remat, outputs, adapter) is not among them. Raises ValueError naming the field that is
     not supported, its value and what is allowed.
     """
     found = locate(path)

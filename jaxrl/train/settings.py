@@ -386,6 +386,16 @@ def _refuse_split_tokens(sections: dict[str, Any], train: TrainConfig) -> None:
                 )
 
 
+def _refuse_packed_kernels(sections: dict[str, Any], train: TrainConfig) -> None:
+    """ValueError where an attention kernel is asked for by name, and rows share prompts."""
+    kernels = sections["model"]["kernels"]
+    if train.packing.on and kernels in ("splash", "tokamax"):
+        raise ValueError(
+            f"model.kernels={kernels!r} with train.packing.rows={train.packing.rows!r}; allowed: "
+            "'auto', 'xla', or train.packing.rows='plain' (no kernel attends to a shared prompt)"
+        )
+
+
 def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
     moving = CurriculumConfig(**sections["train"]["curriculum"])
     packing = PackingConfig(**sections["train"]["packing"])
@@ -398,6 +408,7 @@ def _phase(name: str, sections: dict[str, Any], first_step: int) -> Phase:
             f"pool.kind={sections['pool']['kind']!r}; allowed: 'off', or pool.kind='local'"
         )
     _refuse_split_tokens(sections, train)
+    _refuse_packed_kernels(sections, train)
     if sections["mesh"]["expert"] != 1 and not sections["model"]["experts"]["count"]:
         raise ValueError(
             f"mesh.expert={sections['mesh']['expert']!r}; allowed: 1 (model.experts.count=0: a "

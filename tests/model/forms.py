@@ -15,7 +15,6 @@ def experts(**changes: Any) -> ExpertsConfig:
         router="softmax",
         normalise=True,
         scale=1.0,
-        matmul="auto",
     )
     return ExpertsConfig(**{**fields, **changes})
 

@@ -1,5 +1,7 @@
-"""The splash kernel, run without a TPU by its interpreter, against the dense form."""
+"""Splash kernels, run without a TPU by their interpreter, against the dense form."""
 
+import dataclasses
+import importlib.util
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 
 from jaxrl.mesh import Rules, make_mesh
 from jaxrl.model import attention
-from tests.model.tiny import CONFIG, policy_on
+from tests.model.tiny import CONFIG, lively, policy_on
 
 FORM: dict[str, Any] = {"head_size": 128, "heads": 4, "kv_heads": 2, "layers": 1}
 TOKENS = 256
@@ -25,17 +27,38 @@ def rows():
     return tokens, np.where(segment > 0, position, 0).astype(np.int32), segment
 
 
+LOCAL: dict[str, Any] = {"local_layers": (1,), "window": 40}
+TOKAMAX = pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None,
+    reason="tokamax is not installed: pip install -c constraints.txt -e '.[tokamax]'",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "local"),
+    ("kernels", "mesh", "form"),
     [
-        ({"fsdp": 2, "tensor": 2}, {}),
-        ({"fsdp": 2, "tensor": 2}, {"local_layers": (1,), "window": 40}),
-        ({"fsdp": 2, "context": 2}, {}),
+        pytest.param("splash", {"fsdp": 2, "tensor": 2}, {}, id="all"),
+        pytest.param("splash", {"fsdp": 2, "tensor": 2}, LOCAL, id="local"),
+        pytest.param("splash", {"fsdp": 2, "context": 2}, {}, id="context"),
+        pytest.param("tokamax", {"fsdp": 2, "tensor": 2}, {}, id="tokamax", marks=TOKAMAX),
+        pytest.param(
+            "tokamax",
+            {"fsdp": 2, "tensor": 2},
+            {**LOCAL, "sinks": "local"},
+            id="tokamax-local-sinks",
+            marks=TOKAMAX,
+        ),
+        pytest.param(
+            "tokamax",
+            {"fsdp": 2, "context": 2},
+            {"sinks": "all"},
+            id="tokamax-context-sinks",
+            marks=TOKAMAX,
+        ),
     ],
-    ids=["all", "local", "context"],
 )
-def test_the_kernel_gives_what_the_dense_form_gives(mesh, local):
+def test_the_kernel_gives_what_the_dense_form_gives(kernels, mesh, form):
     tokens, position, segment = rows()
     weight = jnp.asarray(segment > 0)[..., None]
 
@@ -43,9 +66,10 @@ def test_the_kernel_gives_what_the_dense_form_gives(mesh, local):
         return (policy.hidden(params, tokens, position, segment) ** 2 * weight).mean()
 
     found = []
-    for form in ("dense", "splash"):
-        policy = policy_on(mesh, attention=form, **FORM, **local)
-        params = policy.init(jax.random.key(0))
+    for asked in ("xla", kernels):
+        policy = policy_on(mesh, kernels=asked, **FORM, **form)
+        params = lively(policy.init(jax.random.key(0)))
+        params = {name: x + 0.7 * name.endswith("sink") for name, x in params.items()}
         found.append(jax.jit(jax.value_and_grad(lambda p: value(policy, p)))(params))  # noqa: B023
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), *found)
 
@@ -54,15 +78,26 @@ def test_auto_takes_the_kernel_on_tpu_only_and_where_it_fits():
     mesh = make_mesh({}, jax.devices()[:1])
     config = policy_on(**FORM).config
     assert attention.chosen(config, TOKENS, mesh, Rules()) is None  # a CPU
-    assert attention.fits(config, TOKENS)
-    assert not attention.fits(config, TOKENS + 1)
-    assert not attention.fits(CONFIG, TOKENS)  # heads of 8
-    assert not attention.fits(policy_on(**FORM, sinks="all").config, TOKENS)
-    mixed = {**FORM, "layers": 2, "local_layers": (1, 0), "window": 8}
-    assert not attention.fits(policy_on(**mixed).config, TOKENS)
+    mixed = policy_on(**{**FORM, "layers": 2, "local_layers": (1, 0), "window": 8}).config
+    sinks = policy_on(**FORM, sinks="all").config
+    for kernels in ("splash", "tokamax"):
+        assert attention.fits(config, TOKENS, kernels)
+        assert not attention.fits(config, TOKENS + 1, kernels)
+        assert not attention.fits(CONFIG, TOKENS, kernels)  # heads of 8
+        assert not attention.fits(mixed, TOKENS, kernels)
+        assert attention.fits(sinks, TOKENS, kernels) == (kernels == "tokamax")
 
 
-def test_asking_for_a_kernel_that_does_not_fit_names_the_fields():
+@pytest.mark.parametrize("kernels", ["splash", "tokamax"])
+def test_asking_for_a_kernel_that_does_not_fit_names_the_fields(kernels):
     mesh = make_mesh({}, jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"model.attention='splash'.*100 tokens.*allowed: 'dense'"):
-        attention.chosen(policy_on(**FORM, attention="splash").config, 100, mesh, Rules())
+    config = dataclasses.replace(policy_on(**FORM).config, kernels=kernels)
+    named = rf"model.kernels='{kernels}' with rows of 100 tokens.*allowed: 'auto', 'xla'"
+    with pytest.raises(ValueError, match=named):
+        attention.chosen(config, 100, mesh, Rules())
+
+
+def test_what_is_not_installed_is_said_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"model.kernels='tokamax'.*not installed.*\[tokamax\]"):
+        policy_on(**FORM, kernels="tokamax")

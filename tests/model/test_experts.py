@@ -155,11 +155,12 @@ def test_sizes_of_runs():
 
 
 def test_no_form_is_taken_for_another():
-    assert matmul_for("auto", "cpu") == "padded"
-    assert matmul_for("auto", "tpu") == "ragged"
-    assert matmul_for("ragged", "cpu") == "ragged"
-    with pytest.raises(ValueError, match="model.experts.matmul='dense'.*'padded'"):
-        matmul_for("dense", "cpu")
+    assert matmul_for("auto", "cpu") == matmul_for("splash", "cpu") == "padded"
+    assert matmul_for("auto", "tpu") == matmul_for("xla", "tpu") == "ragged"
+    assert matmul_for("tokamax", "tpu") == "tokamax"
+    assert matmul_for("tokamax", "cpu") == "tokamax_twin"
+    with pytest.raises(ValueError, match="matmul='dense' is unknown; allowed: .*'padded'"):
+        mixture(*arrays()[:1], ROUTINGS["one"], *arrays()[1:], activation=gelu, matmul="dense")
 
 
 MESHES = {
@@ -221,7 +222,7 @@ def told(operand, output, start, sent, at, arriving, *, axis_name):
 def test_a_ragged_exchange_gives_what_the_dense_one_gives(monkeypatch, expert):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", told)
     mesh = make_mesh({"expert": expert, "data": 8 // expert})
-    mix = sharded_mixture(mesh, Rules(), matmul="auto", exchange="ragged")
+    mix = sharded_mixture(mesh, Rules(), matmul="padded", exchange="ragged")
     run = with_gradients(functools.partial(mix, activation=jax.nn.silu))
     x, *others = arrays()
     x[(ROUTINGS["padded"] < 0).all(1)] = np.nan  # not even these rows are fetched
@@ -232,13 +233,13 @@ def test_a_ragged_exchange_gives_what_the_dense_one_gives(monkeypatch, expert):
 
 def test_what_does_not_divide_is_refused():
     mesh, (x, gates, *weights) = make_mesh({"expert": 4, "data": 2}), arrays()
-    mix = functools.partial(sharded_mixture(mesh, Rules(), matmul="auto"), activation=gelu)
+    mix = functools.partial(sharded_mixture(mesh, Rules(), matmul="padded"), activation=gelu)
     routes = ROUTINGS["uneven"]
     with pytest.raises(ValueError, match="tokens=60 must be a multiple of .* = 8"):
         mix(x[:60], routes[:60], gates[:60], *weights)
     with pytest.raises(ValueError, match="model.experts.count=6 must be .* mesh.expert = 4"):
         mix(x, routes, gates, *(weight[:6] for weight in weights))
     with pytest.raises(ValueError, match="rules.expert=.* must be among rules.rows"):
-        sharded_mixture(mesh, Rules(rows=("data",)), matmul="auto")
+        sharded_mixture(mesh, Rules(rows=("data",)), matmul="padded")
     with pytest.raises(ValueError, match="exchange='all' is unknown; allowed: .*'dense'"):
-        sharded_mixture(mesh, Rules(), matmul="auto", exchange="all")
+        sharded_mixture(mesh, Rules(), matmul="padded", exchange="all")

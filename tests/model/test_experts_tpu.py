@@ -38,7 +38,7 @@ def chips():
 def compiled(chips, exchange, differentiate):
     """Program text of four devices, two experts on each."""
     mesh, rules = make_mesh({"expert": 4}, chips), Rules()
-    mix = sharded_mixture(mesh, rules, matmul="auto", exchange=exchange)
+    mix = sharded_mixture(mesh, rules, matmul="ragged", exchange=exchange)
 
     def total(routes, x, gates, *weights):
         made = mix(x, routes, gates, *weights, activation=jax.nn.silu)

@@ -223,7 +223,6 @@ def test_a_form_that_cannot_be_is_refused_by_name(changes, named):
     [
         ({"per_token": 5}, "model.experts.per_token=5"),
         ({"router": "hash"}, "model.experts.router='hash'"),
-        ({"matmul": "fast"}, "model.experts.matmul='fast'"),
         ({"count": -1}, "model.experts.count=-1"),
     ],
     ids=str,
