@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +157,47 @@ def test_a_small_run_compiles_for_a_real_slice(tmp_path):
     assert step["flops"]["compiler"] == pytest.approx(step["flops"]["executed"], rel=0.25)
     assert record["sampler"]["decode"]["loops_of_unknown_length"] == 1
     assert record["colocated"]["fits"]
+
+
+SIDES = {"head_size": 128, "width": 256, "hidden": 256, "dtype": "bfloat16"}
+EXPERTS = {"experts.count": 8, "experts.per_token": 2, "experts.hidden": 128}
+KERNEL = re.compile(r'%([\w\-]+?)[.\d]* = .*custom_call_target="tpu_custom_call"')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("tokamax")),
+    reason="libtpu or tokamax is missing: pip install -c constraints.txt -e '.[aot,tokamax]'",
+)
+@pytest.mark.parametrize(
+    ("form", "expert", "parts"),
+    [
+        ({}, 1, ("splash_mha_fwd", "splash_mha_dkv")),
+        (EXPERTS, 2, ("splash_mha_fwd", "splash_mha_dkv", "gmm", "tgmm")),
+    ],
+    ids=["dense", "experts"],
+)
+def test_a_step_has_tokamax_kernels_and_its_twin_has_none(tmp_path, form, expert, parts):
+    """XLA's own kernel for ``ragged_dot`` is a kernel too, under a name of its own."""
+    names = {}
+    for kernels in ("tokamax", "xla"):
+        asked = {**SIDES, **form, "kernels": kernels}
+        run = run_aot(
+            *("--config", "configs/gvpo.py:tiny", "--slice", "v5e:2x2"),
+            *(f"--config.model.{name}={value}" for name, value in asked.items()),
+            f"--config.mesh.expert={expert}",
+            f"--config.mesh.fsdp={4 // expert}",
+            "--config.sampler.prompt_buckets=(128,)",
+            "--config.train.token_buckets=(256,)",
+            f"--sampler={kernels == 'tokamax'}",
+            *("--keep_text", str(tmp_path / kernels), "--out", str(tmp_path / f"{kernels}.json")),
+        )
+        assert run.returncode == 0, run.stderr
+        names[kernels] = set(KERNEL.findall((tmp_path / kernels / "step.hlo").read_text()))
+    for part in parts:
+        assert any(part in name for name in names["tokamax"]), names
+    assert not any("ragged-dot" in name for name in names["tokamax"])
+    assert {name.split("-")[0] for name in names["xla"]} <= ({"ragged"} if form else set())
+    record = json.loads((tmp_path / "tokamax.json").read_text())
+    assert record["step"]["flops"]["of_kernels"] > 0
+    assert record["sampler"]["decode"]["hbm_gib"]["fits"]

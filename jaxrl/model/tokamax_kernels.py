@@ -101,15 +101,15 @@ def _forward(
 
 def _backward(interpret: bool, kept: tuple[Array, ...], given: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = kept
-    down, _, summed = tiles(*rows.shape, rows.shape[1], rows.dtype.itemsize)
-    written = _tile(given.shape[1], WRITTEN_BYTES // given.dtype.itemsize)
+    most = WRITTEN_BYTES // rows.dtype.itemsize  # both sides of what is made are written
+    down, _, written = tiles(rows.shape[0], LANES, given.shape[1], rows.dtype.itemsize)
     by_weights = _module("ragged_dot.pallas_mosaic_tpu_kernel").tgmm(
         rows.T,  # turned back inside, before it is read
         given,
         sizes,
         None,
         weights.dtype,
-        tiling=(down, summed, written),
+        tiling=(down, _tile(rows.shape[1], most), written),
         interpret=interpret,
     )
     return _product(given, weights, sizes, interpret, transposed=True), by_weights, None

@@ -92,3 +92,36 @@ def test_full_remat_repeats_the_trunk_but_its_last_product():
     inner = dataclasses.replace(CONFIG, remat="inner")
     assert work.computed_again(inner, work.SPLASH) == (512 / kernels, 0.0)  # the output projection
     assert work.computed_again(CONFIG, work.DENSE) == (0.0, 0.0)
+
+
+def test_what_kernels_of_attention_compute_beyond_the_half():
+    """Of 2048.5 keys seen in the mean: half a block of 512 more; going back tokamax's has blocks of
+    1024, and five products where the other has seven and four would do."""
+    tokens, seen = 4096, 2048.5
+    forth, back = work.attention_overhead(CONFIG, tokens, work.SPLASH)
+    assert forth == pytest.approx((seen + 256) / seen)
+    assert back == pytest.approx((seen + 256) / seen * 7 / 4)
+    forth, back = work.attention_overhead(CONFIG, tokens, work.TOKAMAX)
+    assert forth == pytest.approx((seen + 256) / seen)
+    assert back == pytest.approx((seen + 512) / seen * 5 / 4)
+
+
+def test_what_experts_products_cost():
+    """A take of 8 rows of 8 tokens, read by student and reference: three matrices forward, three to
+    the inputs, gate and up again (full remat), and the gradient of the one that is trained."""
+    experts = dataclasses.replace(CONFIG.experts, count=8, per_token=2, hidden=6)
+    sparse = dataclasses.replace(CONFIG, experts=experts, remat="full")
+    phases = settings.phases(gvpo.get_config("tiny"))
+    algorithm, step = loop.prepare(rounds.build_models(phases, jax.devices()[:1]), phases[-1])
+    done = work.work(
+        algorithm,
+        step.plan(8, packed=False),
+        {"student": sparse, "reference": sparse},
+        {"plain": 8},
+        {"student": ["blocks/mlp/gate"]},
+        {"plain": work.TOKAMAX},
+        observes_student=False,
+    )
+    one = 2 * 2 * 2 * 16 * 6  # of a position and a matrix: 2 layers, 2 of the experts
+    assert done.experts == 8 * 8 * one * (2 * 3 + 3 + 2)
+    assert done.experts_own == 8 * 8 * one

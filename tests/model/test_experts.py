@@ -160,7 +160,8 @@ def test_no_form_is_taken_for_another():
     assert matmul_for("tokamax", "tpu") == "tokamax"
     assert matmul_for("tokamax", "cpu") == "tokamax_twin"
     with pytest.raises(ValueError, match="matmul='dense' is unknown; allowed: .*'padded'"):
-        mixture(*arrays()[:1], ROUTINGS["one"], *arrays()[1:], activation=gelu, matmul="dense")
+        x, *others = (jnp.asarray(a) for a in arrays())
+        mixture(x, jnp.asarray(ROUTINGS["one"]), *others, activation=gelu, matmul="dense")
 
 
 MESHES = {

@@ -144,3 +144,14 @@ def test_a_config_says_how_rows_are_packed():
         loop.packing_of(configured(rows="packed", prefix_buckets=(16,), bin_buckets=(8,)))
     with pytest.raises(ValueError, match="train.packing.rows='dense'; allowed: 'plain', 'packed'"):
         configured(rows="dense")
+
+
+@pytest.mark.parametrize("kernels", ["splash", "tokamax"])
+def test_no_kernel_attends_to_a_shared_prompt(kernels):
+    config = importlib.import_module("configs.grpo").get_config("tiny")
+    config.model.kernels = kernels
+    assert settings.phases(config)[-1].model.kernels == kernels
+    config.train.packing.rows = "packed"
+    named = rf"model.kernels='{kernels}' with train.packing.rows='packed'; allowed: 'auto', 'xla'"
+    with pytest.raises(ValueError, match=named):
+        settings.phases(config)
