@@ -30,9 +30,9 @@ SIZES = np.array([100, 0, 300, 77], np.int32)  # of 640 rows 163 belong to nobod
 @pytest.fixture
 def a_chip():
     """Kernels ask what they are compiled for, also where they are interpreted."""
-    with jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((1,), ("x",), abstract_device=CHIP)
-    ):
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), automatic, abstract_device=CHIP)
+    with jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
