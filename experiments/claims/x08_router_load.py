@@ -123,7 +123,7 @@ def policy_of(experts: int, dtype: str) -> Policy:
         param_dtype="float32",
         remat="none",
         score_chunk_positions=4096,
-        experts=ExpertsConfig(experts, 2, 16, 0, (), "softmax", True, 1.0, "auto"),
+        experts=ExpertsConfig(experts, 2, 16, 0, (), "softmax", True, 1.0),
     )
     return build(config, make_mesh({}, jax.devices()[:1]), Rules())
 

@@ -20,7 +20,7 @@ from jaxrl.pool.contract import Request
 from tests.model import published
 from tests.model.tiny import CONFIG, lively, sampler_of
 
-EXPERTS = ExpertsConfig(4, 2, 12, 0, (0,), "sigmoid", True, 1.0, "auto")
+EXPERTS = ExpertsConfig(4, 2, 12, 0, (0,), "sigmoid", True, 1.0)
 # A form with all that there is: experts, windows, sinks, two sizes of keys.
 MIMO = dataclasses.replace(
     CONFIG,
