@@ -58,7 +58,7 @@ RUN_FIELDS = (
     "dtype",
     "param_dtype",
     "remat",
-    "attention",
+    "kernels",
     "score_chunk_positions",
     "score_remat",
     "outputs",
