@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from jaxrl.pool.rollout import Failure, StopReason, Version
 
 # Why something is refused. Each refusal is counted as ``refused_<reason>`` in ``counts``.
-Reason = Literal["fenced", "expired", "sealed", "void", "unknown", "stale", "state"]
+Reason = Literal["fenced", "expired", "cancelled", "sealed", "void", "unknown", "stale", "state"]
 
 
 class SlotState(enum.StrEnum):
@@ -52,9 +52,10 @@ class LedgerError(OSError):
 class LedgerRefusal(Exception):
     """A transition whose condition does not hold. Nothing was changed.
 
-    reason: fenced (an older epoch), expired (its slot went to another attempt), sealed (the sample
-    has its one result), void (its group is not wanted), unknown (no such token), stale (tokens
-    older than the step allows), state (the group is not where it must be).
+    reason: fenced (an older epoch), expired (its slot went to another attempt), cancelled (it was
+    given back), sealed (the sample has its one result), void (its group is not wanted), unknown (no
+    such token), stale (tokens older than the step allows), state (the group is not where it must
+    be).
     """
 
     def __init__(self, reason: Reason, what: str) -> None:
@@ -78,6 +79,7 @@ class OpenGroup:
     max_attempts: int  # of a sample that infrastructure fails, before its group is void
     min_group: int  # samples that make a group when infrastructure failed the others; 0: all
     generation: int = 0  # 0 of a first draw, one more for each refill of a refill
+    expected: float = 0.0  # seconds that its longest sample may take; of a version, longer first
 
 
 class Lease(NamedTuple):
@@ -132,6 +134,7 @@ class Live:
     state: GroupState
     step: int | None  # RESERVED: its step; else a step that must have it again (replay), or None
     content_hash: str
+    source: str
     dispatched: int  # the oldest version that may sample it
     oldest: int | None  # version of a token of its sealed samples; None before the first
     youngest: int | None  # the smallest, over its sealed samples, of their newest version
@@ -139,6 +142,7 @@ class Live:
     generation: int
     reissued: int  # times that it was sampled anew because it had grown too old
     seconds: float  # from being opened (or opened anew) to its last seal so far; 0 before the first
+    worked: float  # seconds from lease to seal, of its longest sealed sample; 0 before the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +272,9 @@ class Ledger(Protocol):
     # -- a gateway
 
     def lease(self, owner: str, lease_s: float) -> Lease | None:
-        """The first pending slot, oldest group first; None if there is none. Expired leases are
-        taken back first: an attempt more each, and of their budget."""
+        """The first pending slot: of the oldest version, there of the group that is expected to
+        take longest (``OpenGroup.expected``), of equal ones the first; None if there is none.
+        Expired leases are taken back first: an attempt more each, and of their budget."""
         ...
 
     def lease_many(self, owner: str, lease_s: float, most: int) -> list[Lease]:
@@ -315,6 +320,12 @@ class Ledger(Protocol):
         attempts: then its group is void (infra), unless ``min_group`` can still be met. Data: the
         group is void (data). Judge: refused as a ValueError, for such a sample is sealed. Refused
         as ``find`` does."""
+        ...
+
+    def cancel(self, tokens: Sequence[str], cause: str) -> list[LedgerRefusal | None]:
+        """Give attempts back, in one transaction, for no fault of theirs: each slot is pending
+        again with a new attempt, which costs nothing of its budget; for each token its refusal, as
+        ``find`` does, or None. Counted as ``cancelled_<cause>``."""
         ...
 
     def expire(self) -> int:

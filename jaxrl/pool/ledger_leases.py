@@ -25,17 +25,20 @@ AT_ONCE = 4096
 # A slot to be leased again.
 AGAIN = (
     "UPDATE slots SET state = 'pending', attempt = attempt + 1, token = NULL, min_step = NULL, "
-    "max_step = NULL, sealed = NULL"
+    "max_step = NULL, sealed = NULL, worked = NULL"
 )
+
+# Which pending slots are leased first: of the oldest version, then what takes longest.
+FIRST_COME = "g.dispatched, g.expected DESC, s.grp, s.sample"
 
 # Lease the first pending slots, in one statement.
 FIRST = (
     "WITH first AS (SELECT s.grp, s.sample FROM slots s JOIN rollout_groups g ON g.id = s.grp "
-    "WHERE s.state = 'pending' AND g.state = 'open' ORDER BY s.grp, s.sample LIMIT ?"
+    f"WHERE s.state = 'pending' AND g.state = 'open' ORDER BY {FIRST_COME} LIMIT ?"
 )
 LEASED = (
-    ") UPDATE slots SET state = 'leased', token = ?, owner = ?, expires = ?, lease_s = ? "
-    "WHERE (grp, sample) IN (SELECT grp, sample FROM first) "
+    ") UPDATE slots SET state = 'leased', token = ?, owner = ?, expires = ?, lease_s = ?, "
+    "leased = ? WHERE (grp, sample) IN (SELECT grp, sample FROM first) "
     "RETURNING grp, sample, attempt, prompt"
 )
 
@@ -95,13 +98,16 @@ class Leases:
         def work(db: Rows) -> list[Lease]:
             self._take_back(db, now)
             epoch, once, expires = epoch_of(db), fresh(), now + lease_s
-            found = db.all(FIRST + self.SKIP_LOCKED + LEASED, most, once, owner, expires, lease_s)
+            values = (most, once, owner, expires, lease_s, now)
+            found = db.all(FIRST + self.SKIP_LOCKED + LEASED, *values)
             if not found:
                 return []
-            found = sorted(found, key=lambda row: (row["grp"], row["sample"]))
+            shared = _shared(db, found)
+            age = {row["id"]: (row["dispatched"], -row["expected"], row["id"]) for row in shared}
+            found = sorted(found, key=lambda row: (*age[row["grp"]], row["sample"]))
             slots = [(row["grp"], row["sample"], row["attempt"]) for row in found]
             granted = zip(found, self._tokens.grant(slots, epoch, once), strict=True)
-            return leases_of(list(granted), _shared(db, found), epoch, expires)
+            return leases_of(list(granted), shared, epoch, expires)
 
         if not self._read(lambda db: _late(db, now) or db.all(PENDING)):
             return []  # who looks for work in vain holds up nobody
@@ -167,17 +173,36 @@ class Leases:
         if not tokens:
             return []
         now = self._clock()
-        change = "UPDATE slots SET state = 'running'"
+        return self._changed("UPDATE slots SET state = 'running'", (), tokens, now)
+
+    def cancel(self, tokens: Sequence[str], cause: str) -> list[LedgerRefusal | None]:
+        """LEASED or RUNNING -> PENDING."""
+        if not tokens:
+            return []
+        change = (
+            "UPDATE slots SET state = 'pending', cancelled = attempt, attempt = attempt + 1, "
+            "token = NULL, reason = ?"
+        )
+        told = self._changed(change, (f"cancelled: {cause}",), tokens, None)
+        if gone := told.count(None):
+            self.count(f"cancelled_{cause}", gone)
+        return told
+
+    def _changed(
+        self, change: str, values: Sequence[Any], tokens: Sequence[str], now: float | None
+    ) -> list[LedgerRefusal | None]:
+        """The same change to the slot of each token that may act; why others may not. It need not
+        survive a power cut."""
 
         def together(db: Rows) -> list[LedgerRefusal | None]:
-            self._move(db, change, tokens, [()] * len(tokens), now)
+            self._move(db, change, tokens, [values] * len(tokens), now)
             return [None] * len(tokens)
 
         def apart(db: Rows) -> list[LedgerRefusal | None]:
             found = self._locked(db, tokens, now)
             db.many(
                 change + " WHERE grp = ? AND sample = ?",
-                [(held.group, held.sample) for held in found if not held.refusal],
+                [(*values, held.group, held.sample) for held in found if not held.refusal],
             )
             return _tally(db, [held.refusal for held in found])
 
@@ -197,9 +222,11 @@ class Leases:
             raise ValueError("a token is sealed twice at once; allowed: once")
         for failure, unjudged in {(one.failure, one.reward is None) for _, one in seals}:
             _check_sealed(failure, unjudged)
-        now, rows = self._clock(), [row_of(sealed) for _, sealed in seals]
+        now = self._clock()
+        rows = [(now, *row_of(sealed)) for _, sealed in seals]
         change = (
-            "UPDATE slots SET state = 'sealed', segment = ?, min_step = ?, max_step = ?, sealed = ?"
+            "UPDATE slots SET state = 'sealed', worked = ? - leased, segment = ?, min_step = ?, "
+            "max_step = ?, sealed = ?"
         )
 
         def end(db: Rows, groups: Sequence[int]) -> None:
@@ -300,7 +327,7 @@ class Leases:
         claims = [self._tokens.read(token) for token in tokens]
         groups = {claim.group for claim in claims if claim}
         query = (
-            "SELECT s.grp, s.sample, s.state, s.token, s.expires, s.lease_s, "
+            "SELECT s.grp, s.sample, s.state, s.token, s.expires, s.lease_s, s.cancelled, "
             "g.state AS group_state FROM slots s JOIN rollout_groups g ON g.id = s.grp "
             f"WHERE s.grp IN {_places(groups)}"
         )
@@ -393,8 +420,8 @@ def _shared(db: Rows, slots: Sequence[Row]) -> Sequence[Row]:
     """What the samples of the slots' groups have in common."""
     groups = {slot["grp"] for slot in slots}
     return db.all(
-        "SELECT id, task_key, content_hash, split, source, facts, version FROM rollout_groups "
-        f"WHERE id IN {_places(groups)}",
+        "SELECT id, task_key, content_hash, split, source, facts, version, dispatched, expected "
+        f"FROM rollout_groups WHERE id IN {_places(groups)}",
         *groups,
     )
 
@@ -459,7 +486,7 @@ def _why_not(row: Row, claim: Claim, epoch: int, now: float | None) -> Reason | 
     if row["state"] == SlotState.SEALED:
         return "sealed"
     if row["token"] != claim.once or row["state"] not in (SlotState.LEASED, SlotState.RUNNING):
-        return "expired"
+        return "cancelled" if row["cancelled"] == claim.attempt else "expired"
     if now is not None and not 0 < row["expires"] - now <= row["lease_s"] + CLOCK_SLACK_S:
         return "expired"
     return None

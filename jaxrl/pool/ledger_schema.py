@@ -9,7 +9,8 @@ from jaxrl.pool.compact import compact
 from jaxrl.pool.ledger import GroupState, Lease, Live, OpenGroup, Sealed, SlotState
 from jaxrl.pool.rollout import Failure, StopReason, Version
 
-SCHEMA_VERSION = 3  # 1 had a table of all tokens, 2 whole ones in the slots
+# 1 had a table of all tokens, 2 whole ones in the slots, 3 knew no durations and no cancelling
+SCHEMA_VERSION = 4
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -20,7 +21,8 @@ TABLES = (
         source TEXT NOT NULL, facts TEXT NOT NULL, version TEXT NOT NULL,
         dispatched BIGINT NOT NULL, samples BIGINT NOT NULL, max_attempts BIGINT NOT NULL,
         min_group BIGINT NOT NULL, generation BIGINT NOT NULL, reissued BIGINT NOT NULL,
-        opened DOUBLE PRECISION NOT NULL, sealed DOUBLE PRECISION)""",
+        opened DOUBLE PRECISION NOT NULL, sealed DOUBLE PRECISION,
+        expected DOUBLE PRECISION NOT NULL DEFAULT 0)""",
     "CREATE INDEX IF NOT EXISTS live_groups ON rollout_groups (id) "
     "WHERE state IN ('open', 'ready', 'reserved')",
     "CREATE INDEX IF NOT EXISTS void_groups ON rollout_groups (voided) WHERE state = 'void'",
@@ -28,10 +30,21 @@ TABLES = (
         grp BIGINT NOT NULL, sample BIGINT NOT NULL, state TEXT NOT NULL, attempt BIGINT NOT NULL,
         spent BIGINT NOT NULL, prompt TEXT NOT NULL, token TEXT, owner TEXT,
         expires DOUBLE PRECISION, lease_s DOUBLE PRECISION, reason TEXT, segment TEXT,
-        min_step BIGINT, max_step BIGINT, sealed TEXT, PRIMARY KEY (grp, sample))""",
+        min_step BIGINT, max_step BIGINT, sealed TEXT, leased DOUBLE PRECISION,
+        worked DOUBLE PRECISION, cancelled BIGINT, PRIMARY KEY (grp, sample))""",
     "CREATE INDEX IF NOT EXISTS pending_slots ON slots (grp, sample) WHERE state = 'pending'",
     "CREATE INDEX IF NOT EXISTS lent_slots ON slots (expires) WHERE state IN ('leased', 'running')",
 )
+
+# What an older ledger lacks, by the version that brought it.
+BROUGHT = {
+    4: (
+        "ALTER TABLE rollout_groups ADD COLUMN expected DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "ALTER TABLE slots ADD COLUMN leased DOUBLE PRECISION",  # when the present attempt was
+        "ALTER TABLE slots ADD COLUMN worked DOUBLE PRECISION",  # seconds from then to its seal
+        "ALTER TABLE slots ADD COLUMN cancelled BIGINT",  # the last attempt that was given back
+    ),
+}
 
 LENT = "('leased', 'running')"
 LIVE = "('open', 'ready', 'reserved')"
@@ -90,6 +103,7 @@ def insert_group(db: Rows, group: OpenGroup, now: float) -> bool:
         "generation": group.generation,
         "reissued": 0,
         "opened": now,
+        "expected": group.expected,
     }
     places = ", ".join("?" * len(values))
     statement = f"INSERT INTO rollout_groups ({', '.join(values)}) VALUES ({places}) "
@@ -161,6 +175,7 @@ def live_of(row: Row) -> Live:
         state=GroupState(row["state"]),
         step=row["step"],
         content_hash=row["content_hash"],
+        source=row["source"],
         dispatched=row["dispatched"],
         oldest=row["oldest"],
         youngest=row["youngest"],
@@ -168,6 +183,7 @@ def live_of(row: Row) -> Live:
         generation=row["generation"],
         reissued=row["reissued"],
         seconds=max(row["sealed"] - row["opened"], 0.0) if row["sealed"] else 0.0,
+        worked=max(row["worked"] or 0.0, 0.0),
     )
 
 

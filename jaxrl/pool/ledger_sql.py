@@ -22,6 +22,7 @@ from jaxrl.pool.ledger import (
 )
 from jaxrl.pool.ledger_leases import AGAIN, Leases, void
 from jaxrl.pool.ledger_schema import (
+    BROUGHT,
     LENT,
     LIVE,
     SCHEMA_VERSION,
@@ -68,6 +69,9 @@ class SqlLedger(Leases):
         if held["run"] != run:
             raise ValueError(f"the ledger is of the run {held['run']!r}; allowed: {run!r}")
         # Rows of older ones are read; those that this one writes would be misread by older code.
+        for version in range(int(held["schema_version"]) + 1, SCHEMA_VERSION + 1):
+            for statement in BROUGHT.get(version, ()):
+                db.run(statement)
         db.run("UPDATE meta SET value = ? WHERE name = 'schema_version'", mine["schema_version"])
         self._tokens = Tokens(bytes.fromhex(held["secret"]))
 
@@ -160,9 +164,9 @@ class SqlLedger(Leases):
             )
             # One statement: one view of the world, whatever the database.
             rows = db.all(
-                "SELECT g.id, g.state, g.step, g.content_hash, g.dispatched, g.generation, "
-                "g.reissued, g.opened, g.sealed, MIN(s.min_step) AS oldest, "
-                f"MIN(s.max_step) AS youngest, {columns} "
+                "SELECT g.id, g.state, g.step, g.content_hash, g.source, g.dispatched, "
+                "g.generation, g.reissued, g.opened, g.sealed, MIN(s.min_step) AS oldest, "
+                f"MIN(s.max_step) AS youngest, MAX(s.worked) AS worked, {columns} "
                 "FROM rollout_groups g LEFT JOIN slots s ON s.grp = g.id "
                 f"WHERE g.state IN {LIVE} GROUP BY g.id ORDER BY g.id"
             )

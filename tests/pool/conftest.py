@@ -1,10 +1,15 @@
-"""A real PostgreSQL server for the tests that ask for one."""
+"""A real PostgreSQL server, and ledgers on both databases, for the tests that ask for one."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
+from jaxrl.pool.ledger import Ledger
 from tests.pool import postgres
+from tests.pool.ledgers import Place
+
+RUNS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +21,21 @@ def postgres_address() -> Iterator[str]:
             yield address
     except postgres.NoServer as missing:
         pytest.skip(f"no PostgreSQL: {missing}")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request, tmp_path) -> Iterator[Place]:
+    address = str(tmp_path / "ledger.sqlite")
+    if request.param == "postgres":
+        address = request.getfixturevalue("postgres_address")
+    where = Place(address, f"run {next(RUNS)}")
+    yield where
+    for ledger in where.opened:
+        ledger.close()
+
+
+@pytest.fixture
+def ledger(place) -> Ledger:
+    opened = place.open()
+    opened.begin_epoch()
+    return opened

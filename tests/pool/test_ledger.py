@@ -1,116 +1,13 @@
 """One suite for every ledger: each transition, its condition, and what is refused."""
 
-import dataclasses
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from jaxrl.pool.ledger import (
-    GroupState,
-    Lease,
-    Ledger,
-    LedgerRefusal,
-    OpenGroup,
-    Sealed,
-    open_ledger,
-)
-from jaxrl.pool.ledger_sqlite import SqliteLedger
-from jaxrl.pool.rollout import Failure, StopReason, Version
-
-RUNS = itertools.count()
-
-
-@dataclasses.dataclass
-class Place:
-    """Where ledgers of one run are opened, with a clock that a test may turn."""
-
-    address: str
-    run: str
-    now: float = 1000.0
-    opened: list[Ledger] = dataclasses.field(default_factory=list)
-
-    def open(self) -> Ledger:
-        if self.address.startswith("postgresql://"):
-            from jaxrl.pool.ledger_postgres import PostgresLedger
-
-            ledger: Ledger = PostgresLedger(self.address, self.run, lambda: self.now)
-        else:
-            ledger = SqliteLedger(self.address, self.run, lambda: self.now)
-        self.opened.append(ledger)
-        return ledger
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request, tmp_path) -> Iterator[Place]:
-    address = str(tmp_path / "ledger.sqlite")
-    if request.param == "postgres":
-        address = request.getfixturevalue("postgres_address")
-    where = Place(address, f"run {next(RUNS)}")
-    yield where
-    for ledger in where.opened:
-        ledger.close()
-
-
-@pytest.fixture
-def ledger(place) -> Ledger:
-    opened = place.open()
-    opened.begin_epoch()
-    return opened
-
-
-def group(number: int, samples: int = 2, **changes) -> OpenGroup:
-    values: dict[str, Any] = dict(
-        id=number,
-        task_key=f"sum/{number}",
-        content_hash=f"hash {number}",
-        split="train",
-        source="sums",
-        prompts=[[5, 6 + sample] for sample in range(samples)],
-        facts={"task_probability": 0.5},
-        version=Version(0, 3, "w"),
-        max_attempts=3,
-        min_group=0,
-    )
-    return OpenGroup(**(values | changes))
-
-
-def sealed(step: int = 3, newest: int | None = None, **changes) -> Sealed:
-    values: dict[str, Any] = dict(
-        segment="0/0-0-0.rollouts",
-        offset=0,
-        digest="d",
-        bytes=9,
-        min_version=Version(0, step, "w"),
-        max_version=Version(0, step if newest is None else newest, "w"),
-        reward=1.0,
-        failure=Failure.NONE,
-        stop_reason=StopReason.STOP,
-        correct=True,
-        tokens=2,
-    )
-    return Sealed(**(values | changes))
-
-
-def lease_of(ledger: Ledger, owner: str = "w") -> Lease:
-    lease = ledger.lease(owner, 60)
-    assert lease is not None
-    return lease
-
-
-def fill(ledger: Ledger, count: int = 1, step: int = 3) -> None:
-    """Seal all that is pending of ``count`` groups of two."""
-    for _ in range(2 * count):
-        ledger.seal(lease_of(ledger).token, sealed(step))
-
-
-def refused(reason: str, act: Callable[[], object]) -> None:
-    with pytest.raises(LedgerRefusal) as refusal:
-        act()
-    assert refusal.value.reason == reason
+from jaxrl.pool.ledger import GroupState, open_ledger
+from jaxrl.pool.rollout import Failure, Version
+from tests.pool.ledgers import fill, group, lease_of, refused, sealed
 
 
 def test_a_slot_goes_from_pending_to_sealed_and_its_group_to_committed(ledger):
