@@ -59,7 +59,10 @@ def build_engine(run: dict[str, Any]) -> Any:
         record_routes=sampler["record_routes"],
     )
     return Batching(
-        generator, chunk_tokens=run["pool"]["chunk_tokens"], room=max(sampler["prompt_buckets"])
+        generator,
+        chunk_tokens=run["pool"]["chunk_tokens"],
+        room=max(sampler["prompt_buckets"]),
+        slots=sampler["slots"],
     )
 
 

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.pool.contract import Request, Tokenizer
 from jaxrl.pool.conversation import Call, Conversation, Plan
 from jaxrl.pool.dialogue import answer_message, link
-from jaxrl.pool.engines import Engine, EngineError, Sampled, generate_all
-from jaxrl.pool.ledger import Lease
+from jaxrl.pool.engines import Batching, Engine, EngineError, Sampled
+from jaxrl.pool.ledger import Lease, LedgerRefusal
 from jaxrl.pool.rollout import ROUNDING, StopReason, Version
 from jaxrl.pool.tokens import name_of
 from jaxrl.pool.turns import Turn, fit
@@ -112,6 +112,7 @@ class Answers:
     ) -> None:
         self._engine, self._tokenizer, self._limits = engine, tokenizer, limits
         self._tally = tally
+        self._calls: dict[str, asyncio.Task[Sampled]] = {}  # of servers, by tokens
 
     def planned(self, attempt: Attempt, ask: Ask) -> Asked | Call | Exception:
         """What to ask the engine, or the answer that was given before."""
@@ -155,7 +156,23 @@ class Answers:
             await self._young(oldest_of(attempts))
         except EngineError as error:
             return [error] * len(requests)
-        return await generate_all(self._engine, requests)
+        if isinstance(self._engine, Batching):  # what a batch has begun it ends
+            return await self._engine.generate_all(requests)
+        calls = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
+        tokens = [one.lease.token for one in attempts]
+        self._calls.update(zip(tokens, calls, strict=True))
+        try:
+            told = await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            for token in tokens:
+                self._calls.pop(token, None)
+        return [_ended(one) for one in told]
+
+    def abandon(self, tokens: Iterable[str]) -> None:
+        """End what servers are generating for these: nobody will take it."""
+        for token in tokens:
+            if token and (call := self._calls.get(token)) is not None:
+                call.cancel()
 
     def together(
         self,
@@ -291,6 +308,15 @@ class Answers:
 
         count = bisect.bisect_left(range(len(sampled.tokens)), True, key=holds)
         return sampled.tokens[:count], shown, StopReason.STOP
+
+
+def _ended(told: Sampled | BaseException) -> Sampled | Exception:
+    """How a call ended; one that was abandoned is of an attempt that was given back."""
+    if isinstance(told, asyncio.CancelledError):
+        return LedgerRefusal("cancelled", "the engines were overloaded; it is attempted again")
+    if isinstance(told, Sampled | Exception):
+        return told
+    raise told
 
 
 def oldest_of(attempts: Sequence[Attempt]) -> tuple[int, int]:

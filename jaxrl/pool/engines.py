@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxrl.pool.contract import Completion, Generator, Request
+from jaxrl.pool.pressure import Pressure
 from jaxrl.pool.rollout import StopReason, Version
 
 # Seconds that the first request of a batch waits for others: below what a decoding step takes.
@@ -85,6 +86,11 @@ class Engine(Protocol):
         """What the engine has done so far, by name."""
         ...
 
+    async def pressure(self) -> list[Pressure | None]:
+        """The load of each of its servers, always in the same order; None of one that does not
+        tell. It raises nothing."""
+        ...
+
     async def close(self) -> None:
         """Free what the engine holds."""
         ...
@@ -138,11 +144,15 @@ class Batching:
     With ``chunk_tokens`` > 0 answers are generated so many tokens at a time, while prompt and
     answer fit into ``room`` tokens: requests that came meanwhile join in, and new weights take over
     in the middle of an answer, which is then read again by them. With 0, an answer is of one
-    version, and weights wait for the running batch.
+    version, and weights wait for the running batch. ``slots`` is how many the generator decodes at
+    once; 0: not known, and no load is told.
     """
 
-    def __init__(self, generator: Generator, *, chunk_tokens: int, room: int) -> None:
+    def __init__(
+        self, generator: Generator, *, chunk_tokens: int, room: int, slots: int = 0
+    ) -> None:
         self._generator, self._chunk, self._room = generator, chunk_tokens, room
+        self._slots, self._asked, self._answered = slots, 0, 0
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._active: list[_Job] = []
         self._version: Version | None = None
@@ -166,6 +176,7 @@ class Batching:
         """An answer to each, or why there is none."""
         count = len(requests)
         asked = _Asked([None] * count, count, asyncio.get_running_loop().create_future())
+        self._asked += count
         self._inbox.put([_Job(one, asked, place) for place, one in enumerate(requests)])
         await asked.told
         return asked.answers
@@ -177,8 +188,18 @@ class Batching:
         await asyncio.wrap_future(done)
 
     def counts(self) -> dict[str, float]:
-        """Batches (or pieces of them), and the seconds that they took."""
-        return {"batches": self._batches, "busy_s": self._busy_s}
+        """Batches (or pieces of them), and the seconds that they took; requests under way."""
+        under_way = self._asked - self._answered
+        return {"batches": self._batches, "busy_s": self._busy_s, "under_way": under_way}
+
+    async def pressure(self) -> list[Pressure | None]:
+        """Slots in use, of all, and requests beyond them. The cache of all slots is there from the
+        beginning: nothing is ever preempted."""
+        if not self._slots:
+            return [None]
+        under_way = self._asked - self._answered
+        used = min(under_way, self._slots)
+        return [Pressure(used / self._slots, under_way - used, 0)]
 
     async def close(self) -> None:
         """End the thread when its batch is done; requests that wait are refused."""
@@ -237,6 +258,7 @@ class Batching:
         ended: list[tuple[_Job, Sampled | Exception]] = []
         for job, result in zip(jobs, results, strict=True):
             if job.asked.told.cancelled():
+                self._answered += 1
                 continue
             if isinstance(result, Exception):
                 ended.append((job, result))
@@ -245,6 +267,7 @@ class Batching:
                 ended.append((job, job.so_far))
             else:
                 self._active.append(job)
+        self._answered += len(ended)
         _tell(ended)
         self._batches += 1
         self._busy_s += time.monotonic() - began
@@ -275,15 +298,6 @@ def _tell(ended: Sequence[tuple[_Job, Sampled | Exception]]) -> None:
         mine = [told for told in whole if told.get_loop() is loop]
         with contextlib.suppress(RuntimeError):  # a loop that was closed asks for nothing
             loop.call_soon_threadsafe(tell, mine)
-
-
-async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Sampled | Exception]:
-    """An answer of an engine to each request, or why there is none."""
-    if isinstance(engine, Batching):
-        return await engine.generate_all(requests)
-    asked = map(engine.generate, requests)
-    told: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
-    return told
 
 
 class Fleet:
@@ -322,6 +336,11 @@ class Fleet:
         self._lost += len(errors)
         if len(errors) == len(self._engines):
             raise EngineError(f"no engine took {version}: {errors[0]}")
+
+    async def pressure(self) -> list[Pressure | None]:
+        """Of all servers of all engines."""
+        told = await asyncio.gather(*(engine.pressure() for engine in self._engines))
+        return [one for each in told for one in each]
 
     def counts(self) -> dict[str, float]:
         """Sums over the engines; ``lost``: loads that failed."""

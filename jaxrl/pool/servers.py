@@ -17,7 +17,10 @@ import httpx2
 
 from jaxrl.pool.contract import Request
 from jaxrl.pool.engines import EngineError, Sampled
+from jaxrl.pool.pressure import SGLANG, VLLM, Names, Pressure, read_metrics, read_pressure
 from jaxrl.pool.rollout import StopReason, Version
+
+LOOK_TIMEOUT_S = 5.0  # of a question how a server is
 
 # A directory of a published version -> one that the server reads, and its digest is checked before.
 Convert = Callable[[str], str]
@@ -44,6 +47,8 @@ def check_digest(version: Version, path: str) -> None:
 class Server:
     """What the three have in common: a client, and that no answer is under way while weights
     change."""
+
+    METRICS = Names((), "", "")  # what it calls its load
 
     def __init__(self, url: str, *, timeout_s: float, convert: Convert, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -82,6 +87,15 @@ class Server:
     def counts(self) -> dict[str, float]:
         """Answers so far."""
         return {"answers": self._answers}
+
+    async def pressure(self) -> list[Pressure | None]:
+        """What its metrics tell."""
+        try:
+            response = await self._client.get("/metrics", timeout=LOOK_TIMEOUT_S)
+        except httpx2.HTTPError:
+            return [None]
+        text = response.text if response.status_code == 200 else ""
+        return [read_metrics(text, self.METRICS)]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -149,6 +163,14 @@ class JaxrlServer(Server):
         told = await self._call("POST", "/generate", json=body)
         return read_sampled(told)
 
+    async def pressure(self) -> list[Pressure | None]:
+        """As its engine tells; None where it does not answer."""
+        try:
+            told = await self._call("GET", "/pressure", timeout=LOOK_TIMEOUT_S)
+            return [read_pressure(told)]
+        except (EngineError, ValueError, KeyError, TypeError):
+            return [None]
+
     async def _taken(self, version: Version, path: str) -> None:
         wanted = [version.epoch, version.step, version.digest]
         told = await self._call("POST", "/load", json={"version": wanted, "path": path})
@@ -193,6 +215,7 @@ class VllmServer(Server):
     server must have one of its own, whatever its checkpoint ties; one without is refused.
     """
 
+    METRICS = VLLM
     _model = ""  # what the server calls its model
 
     async def _asked(self, request: Request, version: Version) -> Sampled:
@@ -253,8 +276,10 @@ class VllmServer(Server):
 
 class SglangServer(Server):
     """SGLang's native interface. Answers carry the version of the weights; log-probs are those
-    under the temperature. Weights are changed while it is paused, and the radix cache is
-    flushed."""
+    under the temperature. Weights are changed while it is paused, and the radix cache is flushed.
+    It tells its load if it was started with ``--enable-metrics``."""
+
+    METRICS = SGLANG
 
     async def _asked(self, request: Request, version: Version) -> Sampled:
         body = {

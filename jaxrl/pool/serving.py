@@ -3,6 +3,7 @@
     POST /generate   one request of ids; waits for its answer, batched with all that wait
     POST /load       {"version": [epoch, step, digest], "path": ...}: take these weights
     GET  /health     503 until weights are loaded
+    GET  /pressure   the load: {"usage": slots in use of all, "waiting": ..., "preempted": 0}
 
 Everything takes the key (``Authorization: Bearer``), if there is one; without one a service listens
 on loopback only.
@@ -25,6 +26,7 @@ from starlette.routing import Route
 
 from jaxrl.pool import contract
 from jaxrl.pool.engines import Engine, EngineError
+from jaxrl.pool.pressure import write_pressure
 from jaxrl.pool.rollout import Version
 from jaxrl.pool.servers import write_sampled
 
@@ -44,6 +46,7 @@ class EngineService:
         return Starlette(
             routes=[
                 Route("/health", self._health),
+                Route("/pressure", self._pressure),
                 Route("/generate", self._generate, methods=["POST"]),
                 Route("/load", self._load, methods=["POST"]),
             ]
@@ -60,7 +63,7 @@ class EngineService:
             if len(data) > self._limit:
                 return JSONResponse({"error": f"the body is over {self._limit} bytes"}, 413)
         try:
-            return json.loads(bytes(data))
+            return json.loads(bytes(data) or b"{}")
         except ValueError as error:
             return JSONResponse({"error": f"the body is no JSON: {error}"}, 400)
 
@@ -68,6 +71,15 @@ class EngineService:
         version = self._engine.version
         told = {"version": version and dataclasses.astuple(version)}
         return JSONResponse(told, 200 if version else 503)
+
+    async def _pressure(self, request: Request) -> Response:
+        body = await self._body(request)
+        if isinstance(body, Response):
+            return body
+        (told,) = await self._engine.pressure()
+        if told is None:
+            return JSONResponse({"error": "the engine does not tell its load"}, 404)
+        return JSONResponse(write_pressure(told))
 
     async def _generate(self, request: Request) -> Response:
         body = await self._body(request)
