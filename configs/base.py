@@ -176,6 +176,21 @@ def get_config(variant: str = "") -> ConfigDict:
     # agent, a function that gets a base URL and a key
     pool.harness = ""
     pool.max_body_bytes = 8 * 2**20  # of a request to the gateway
+    # Attempts that may be under way at a gateway (leased, not sealed). "aimd": as many as the
+    # engines bear, which are asked about once a second; "fixed": pool.under_way; "auto": aimd for
+    # vllm and sglang, whose cache grows with the answers until one must be computed again; fixed
+    # for the sampler and serve, which hold the cache of all slots from the beginning: to keep slots
+    # empty would gain nothing
+    pool.admission = "auto"
+    pool.under_way = 0  # most of them, aimd or fixed; 0: no bound but the groups that are open
+    # aimd, shares of an engine's KV cache: below the first the limit grows, while attempts come up
+    # to it and nothing waits; from the second on nothing new begins until enough have ended; from
+    # the third on, or when an engine has preempted, the youngest groups are given back
+    pool.usage_marks = (0.7, 0.8, 0.9)
+    # pairs of a regular expression searched in a universe's name (task.source of a task) and the
+    # largest share of the groups that it may have under way, as in (("code/", 0.5),); the first
+    # that is found counts, and it must be found somewhere
+    pool.quotas = ()
 
     config.sampler = sampler = ConfigDict()
     sampler.temperature = 1.0  # > 0; greedy is refused for training

@@ -17,9 +17,10 @@ import sys
 from typing import Any
 
 ENGINE = "gateway"  # name of the acknowledgement
-QUEUED_BATCHES = 4  # answers under way, in slots of the sampler; more are told to come again
+QUEUED_BATCHES = 4  # answers under way, in slots of the samplers; more are told to come again
 GARBAGE = 20_000  # new objects before garbage is looked for: a batch makes so many
 EXPORTS = 2  # converted weights that are kept for servers
+GROWING = ("vllm:", "sglang:")  # engines whose cache fills up with the answers
 
 
 def source_of(task: dict[str, Any]) -> Any:
@@ -105,6 +106,27 @@ def engine_of(run: dict[str, Any]) -> Any:
     return servers[0] if len(servers) == 1 else Fleet(servers)
 
 
+def servers_of(run: dict[str, Any]) -> int:
+    """How many samplers a run has: its servers, or the one beside the gateway."""
+    return len(run["pool"]["engine"].split(","))
+
+
+def admission_of(run: dict[str, Any]) -> Any:
+    """How many attempts may be under way. Where that moves, it begins with the slots of as many
+    samplers as there are servers."""
+    from jaxrl.pool.admission import UNBOUNDED, Admission, Marks
+
+    pool = run["pool"]
+    grows = pool["engine"].startswith(GROWING)
+    moves = {"auto": grows, "aimd": True, "fixed": False}[pool["admission"]]
+    return Admission(
+        floor=pool["rollouts_per_group"],
+        ceiling=pool["under_way"] or UNBOUNDED,
+        start=run["sampler"]["slots"] * servers_of(run),
+        marks=Marks(*pool["usage_marks"]) if moves else None,
+    )
+
+
 def build(folder: pathlib.Path) -> Any:
     """The gateway of the run in ``folder``, as an ASGI application."""
     from jaxrl.pool.answers import Limits
@@ -130,10 +152,11 @@ def build(folder: pathlib.Path) -> Any:
         max_feedback_tokens=pool["max_feedback_tokens"],
         lease_s=pool["lease_s"],
         wait_s=pool["watchdog_s"],
-        under_way=QUEUED_BATCHES * sampler["slots"],
+        under_way=QUEUED_BATCHES * sampler["slots"] * servers_of(run),
     )
     ledger = open_ledger(run["ledger"], run["ledger_run"])
-    attempts = Attempts(ledger, Spool(run["spool"]), engine, tokenizer, dialogue, limits)
+    spool, admission = Spool(run["spool"]), admission_of(run)
+    attempts = Attempts(ledger, spool, engine, tokenizer, dialogue, limits, admission)
     told = {"task": run["task"], "harness": pool["harness"], "lease_s": pool["lease_s"]}
     gateway = Gateway(
         attempts,

@@ -7,35 +7,29 @@ agent has seen.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
+from jaxrl.pool.admission import Admission, unbounded
 from jaxrl.pool.answers import FIRST_VISIT, VISITS, Answers, Ask, Asked, Attempt, Limits
 from jaxrl.pool.contract import Tokenizer
 from jaxrl.pool.conversation import Call, Conversation
 from jaxrl.pool.dialogue import Dialogue
 from jaxrl.pool.engines import Engine, Sampled
+from jaxrl.pool.entrance import Entrance
 from jaxrl.pool.journal import Journal
-from jaxrl.pool.ledger import Lease, Ledger, LedgerRefusal, Sealed
+from jaxrl.pool.ledger import Lease, Ledger, LedgerRefusal
 from jaxrl.pool.order import Bell, Room, Turns
-from jaxrl.pool.records import Outcome, Records, is_plain, read_outcome
-from jaxrl.pool.rollout import (
-    ACTION,
-    Failure,
-    Rollout,
-    Version,
-    check_all,
-)
-from jaxrl.pool.segments import Placed, Spool
-from jaxrl.pool.spool import encode
+from jaxrl.pool.rollout import Failure, Version
+from jaxrl.pool.seals import Seals
+from jaxrl.pool.segments import Spool
 from jaxrl.pool.tokens import name_of
-from jaxrl.pool.turns import Part, Said, Turn, calls_of
+from jaxrl.pool.turns import Said, Turn, calls_of
 
 T = TypeVar("T")
 
@@ -58,7 +52,8 @@ class Busy(RuntimeError):
 class Attempts:
     """All attempts of a run at one gateway.
 
-    The ledger is used by several threads. Raises LedgerRefusal for a token that may not
+    ``admission`` bounds how many are under way; None: nothing does. The ledger is used by several
+    threads. Raises LedgerRefusal for a token that may not
     act, ValueError for a request that cannot be served (ContextLimit: it is too long), EngineError
     and OSError for infrastructure, Busy over the limit.
     """
@@ -71,6 +66,7 @@ class Attempts:
         tokenizer: Tokenizer,
         dialogue: Dialogue,
         limits: Limits,
+        admission: Admission | None = None,
     ) -> None:
         self._clerks = concurrent.futures.ThreadPoolExecutor(CLERKS, "ledger")
         self._ledger = ledger
@@ -82,6 +78,11 @@ class Attempts:
         # what the ledger's changes were when there was nothing to lease, and when
         self._empty: tuple[int | None, float] = (None, 0.0)
         self._answers = Answers(engine, tokenizer, limits, self._tally)
+        self._seals = Seals(ledger, spool, tokenizer, limits)
+        self.entrance = Entrance(
+            admission or unbounded(), engine, self.bell, limits.lease_s, self._cancel
+        )
+        self._turned: set[str] = set()  # attempts that were told to come again, and did not yet
         self._journal = Journal(spool)
         self.counts: Counter[str] = Counter()
         self.own_s = 0.0  # processor time of the ledger's and the spool's threads
@@ -124,10 +125,12 @@ class Attempts:
         leases: list[Lease] = []
         while not gone():
             news = self.bell.news
-            if not self._is_empty():
+            if not self._is_empty() and (room := self.entrance.room(most)):
                 now, seen = time.monotonic(), self._ledger.changes()
                 lease_s = self.limits.lease_s
-                leases = await self._asked(self._ledger.lease_many, owner, lease_s, most)
+                async with self.entrance.taking(room):
+                    leases = await self._asked(self._ledger.lease_many, owner, lease_s, room)
+                self.entrance.begun(leases)
                 self._empty = (seen, now) if not leases else (None, 0.0)
             if leases or time.monotonic() >= until:
                 break
@@ -152,7 +155,14 @@ class Attempts:
         def extended() -> list[str]:
             return [_reason(self._ledger.heartbeat, token, self.limits.lease_s) for token in tokens]
 
-        return await self._asked(extended)
+        told = await self._asked(extended)
+        pairs = list(zip(tokens, told, strict=True))
+        for token in [one for one, why in pairs if not why and self.entrance.unknown(one)]:
+            with contextlib.suppress(LedgerRefusal):
+                self.entrance.begun([await self._asked(self._ledger.find, token)])
+        self.entrance.extended([token for token, why in pairs if not why])
+        self.entrance.ended([token for token, why in pairs if why])
+        return told
 
     async def attempt(self, token: str) -> Attempt:
         """The attempt of a token that may act; read from the spool if it is not in memory."""
@@ -161,20 +171,46 @@ class Attempts:
 
     async def begin(
         self, tokens: Sequence[str], plain: bool = False
-    ) -> list[Attempt | LedgerRefusal]:
+    ) -> list[Attempt | LedgerRefusal | Busy]:
         """The attempts of tokens, about to be answered. Plain ones stay as they were leased: to be
-        answered is all that they do."""
-        begun = await self._asked(self._begun, tokens, plain)
-        found: list[Attempt | LedgerRefusal] = []
-        for token, known in zip(tokens, begun, strict=True):
-            if isinstance(known, LedgerRefusal):
-                self._held.pop(token, None)
-                found.append(known)
-                continue
-            attempt = known if isinstance(known, Attempt) else self._hold(known)
-            attempt.started |= not plain
-            found.append(attempt)
-        return found
+        answered is all that they do.
+
+        New ones wait while weights are loaded (EngineError if for too long), and are Busy over the
+        limit, which may have fallen since they were leased.
+        """
+        new = [token for token in tokens if not self._is_running(token)]
+        if new:
+            await self.entrance.opened(self.limits.wait_s)
+        over = self.entrance.over(new)
+        self._turned |= over
+        self.counts["refused_busy"] += len(over)
+        may = [token for token in tokens if token not in over]
+        begun = iter(await self._asked(self._begun, may, plain))
+        return [
+            self._busy() if token in over else self._met(token, next(begun), plain)
+            for token in tokens
+        ]
+
+    def _is_running(self, token: str) -> bool:
+        """Whether something was asked under it already."""
+        known = self._held.get(token)
+        return known is not None and (known.started or not known.fresh)
+
+    def _busy(self) -> Busy:
+        limit = min(self.entrance.admission.limit, self.limits.under_way)
+        return Busy(f"{limit} answers are under way; allowed: no more")
+
+    def _met(
+        self, token: str, known: Attempt | Lease | LedgerRefusal, plain: bool
+    ) -> Attempt | LedgerRefusal:
+        self._turned.discard(token)
+        if isinstance(known, LedgerRefusal):
+            self._held.pop(token, None)
+            self.entrance.ended([token])
+            return known
+        attempt = known if isinstance(known, Attempt) else self._hold(known)
+        attempt.started |= not plain
+        return attempt
 
     def _begun(self, tokens: Sequence[str], plain: bool) -> list[Attempt | Lease | LedgerRefusal]:
         """In a thread of the ledger: one question for all that run, one for all that are new."""
@@ -192,6 +228,7 @@ class Attempts:
         """An attempt that is not in memory, with what the spool has of it."""
         if (known := self._held.get(lease.token)) is not None:
             return known
+        self.entrance.begun([lease])
         attempt, name = Attempt(lease, self._conversation, time.time(), True), name_of(lease.token)
         calls = [call for line in self.spool.calls(name) for call in calls_of(name, line)]
         for call in sorted(calls, key=lambda call: call.index):  # of any journal
@@ -230,7 +267,9 @@ class Attempts:
         """One call: plan, generate, keep. Busy over the limit."""
         if self._room.full:
             self.counts["refused_busy"] += 1
-            raise Busy(f"{self.limits.under_way} answers are under way; allowed: no more")
+            if not attempt.visits:
+                self._turned.add(attempt.lease.token)
+            raise self._busy()
         (told,) = await self.answers([attempt], ask)
         if isinstance(told, Exception):
             raise told
@@ -331,141 +370,41 @@ class Attempts:
                     attempts[token] = self._held.get(token) or await self.attempt(token)
                 except (LedgerRefusal, OSError, ValueError) as error:
                     failed[token] = error
-            failed |= await self._asked(self._sealed, attempts, told)
+            failed |= await self._asked(self._seals.sealed, attempts, told)
         done = [token for token in attempts if isinstance(failed.get(token), LedgerRefusal | None)]
         self._forget(done)
         self.counts["sealed"] += sum(token not in failed for token in done)
         return failed
 
-    def _sealed(
-        self, attempts: Mapping[str, Attempt], told: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Exception]:
-        """In a thread of the ledger."""
-        alike = [token for token, one in attempts.items() if one.said and is_plain(told[token])]
-        failed: dict[str, Exception] = {}
-        try:
-            failed |= self._sealed_together({t: attempts[t] for t in alike}, told)
-        except (ValueError, TypeError):  # of one of them: each is looked at by itself
-            alike = []
-        except OSError as error:
-            failed |= dict.fromkeys(alike, error)
-        outcomes: dict[str, Outcome] = {}
-        for token in attempts.keys() - set(alike):
-            try:
-                outcomes[token] = read_outcome(told[token])
-            except (ValueError, TypeError, AttributeError) as error:
-                failed[token] = error
-        rest = {token: attempts[token] for token in told if token in outcomes}
-        return failed | (self._sealed_apart(rest, outcomes) if rest else {})
-
-    def _sealed_together(
-        self, attempts: Mapping[str, Attempt], told: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Exception]:
-        """Attempts that stand in columns, as a record of each turn. ValueError or TypeError, with
-        nothing written, for what JSON has not; OSError."""
-        parts: dict[int, Part] = {}
-        for token, one in attempts.items():
-            if one.said is None:
-                continue
-            turn, row = one.said
-            part = parts.get(id(turn)) or parts.setdefault(id(turn), Part(turn, one.began))
-            part.rows.append((row, one.lease, told[token]))
-        if not parts:
-            return {}
-        data = [part.encode(self.limits.run_id) for part in parts.values()]
-        first = next(iter(attempts.values())).lease
-        places = self.spool.seal((first.group, first.sample, first.attempt), data)
-        pairs = zip(parts.values(), places, strict=True)
-        # A row of another attempt's slot is refused with the rest of its seal: nothing names it.
-        return self._taken([seal for part, at in pairs for seal in part.seals(at)])
-
-    def _taken(self, seals: Sequence[tuple[str, Sealed]]) -> dict[str, Exception]:
-        """Have the ledger take what is in one segment; what it refuses."""
-        told = self._ledger.seal_many(seals)
-        if all(told):
-            self.spool.gc([seals[0][1].segment])
-        return _refused([token for token, _ in seals], told)
-
-    def _sealed_apart(
-        self, attempts: Mapping[str, Attempt], outcomes: Mapping[str, Outcome]
-    ) -> dict[str, Exception]:
-        """Attempts as their conversations tell them."""
-        failed: dict[str, Exception] = {}
-        trained: dict[str, Rollout] = {}
-        data: list[bytes] = []
-        limits = self.limits
-        records = Records(self._tokenizer, limits.run_id, limits.max_feedback_tokens)
-        whole: list[str] = []
-        try:
-            # Another one may have sealed, or failed it: then nothing is written.
-            may = zip(attempts, self._ledger.check(list(attempts), late=True), strict=True)
-            for token, refusal in may:
-                try:
-                    if refusal:
-                        raise refusal
-                    one = attempts[token]
-                    times = {"dispatched": one.began, "sealed": time.time()}
-                    facts = {"generate_s": one.generate_s}
-                    records.add(one.lease, one.conversation, outcomes[token], times, facts)
-                    whole.append(token)
-                except (LedgerRefusal, ValueError, TypeError) as error:
-                    failed[token] = error
-            made = records.rollouts()
-            checked = _all_fit(made)
-            for token, branches in zip(whole, made, strict=True):
-                try:
-                    data.append(b"".join([encode(one, checked=checked) for one in branches]))
-                    trained[token] = branches[0]
-                except (ValueError, TypeError) as error:
-                    failed[token] = error
-            if not trained:
-                return failed
-            first = attempts[next(iter(trained))].lease
-            places = self.spool.seal((first.group, first.sample, first.attempt), data)
-            seals = zip(trained, map(_told, trained.values(), places), strict=True)
-            return failed | self._taken(list(seals))
-        except OSError as error:
-            return {token: failed.get(token, error) for token in attempts}
-
     async def fail(self, token: str, failure: Failure, reason: str) -> None:
-        """The attempt ended without a result; it never becomes a reward."""
-        await self._asked(self._ledger.fail, token, failure, reason)
+        """The attempt ended without a result; it never becomes a reward. One that was told to come
+        again, and did not, is given back: that is nobody's failure."""
+        if token in self._turned and failure is Failure.INFRA:
+            (refusal,) = await self._asked(self._ledger.cancel, [token], "busy")
+            if refusal:
+                raise refusal
+        else:
+            await self._asked(self._ledger.fail, token, failure, reason)
+            self.counts[f"failed_{failure.value}"] += 1
         self.bell.ring()  # it may be attempted again
         self._forget([token])
-        self.counts[f"failed_{failure.value}"] += 1
+
+    async def _cancel(self, tokens: Sequence[str]) -> None:
+        """Give attempts back, and end what servers generate for them. What was sealed meanwhile
+        stays so."""
+        told = await self._asked(self._ledger.cancel, tokens, "pressure")
+        gone = [token for token, refusal in zip(tokens, told, strict=True) if not refusal]
+        self._answers.abandon(gone)
+        self._forget(gone)
+        self.counts["cancelled_pressure"] += len(gone)
+        self.bell.ring()  # their samples wait again
 
     def _forget(self, tokens: Sequence[str]) -> None:
         for token in tokens:
             self._held.pop(token, None)
+        self._turned.difference_update(tokens)
+        self.entrance.ended(tokens)
         self.spool.discard(map(name_of, tokens))
-
-
-def _told(trained: Rollout, placed: Placed) -> Sealed:
-    """What the ledger keeps of an attempt's trained branch."""
-    return Sealed(
-        **placed._asdict(),
-        min_version=min(trained.versions),
-        max_version=max(trained.versions),
-        reward=trained.reward,
-        failure=trained.failure,
-        stop_reason=trained.stop_reason,
-        correct=trained.correct,
-        tokens=int(np.count_nonzero(trained.kind == ACTION)),
-    )
-
-
-def _refused(tokens: Iterable[str], told: Sequence[LedgerRefusal | None]) -> dict[str, Exception]:
-    """The tokens that the ledger refuses, and why."""
-    return {token: why for token, why in zip(tokens, told, strict=True) if why}
-
-
-def _all_fit(made: Iterable[Sequence[Rollout]]) -> bool:
-    """Whether all branches of attempts fit together: else each is looked at by itself."""
-    try:
-        check_all([branch for branches in made for branch in branches])
-    except ValueError:
-        return False
-    return True
 
 
 def _reason(work: Callable[..., Any], *args: Any) -> str:

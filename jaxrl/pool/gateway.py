@@ -37,6 +37,7 @@ from jaxrl.pool.compact import compact
 from jaxrl.pool.contract import Tokenizer
 from jaxrl.pool.conversation import Call
 from jaxrl.pool.engines import Engine, EngineError
+from jaxrl.pool.entrance import LOOK_S, Entrance
 from jaxrl.pool.ledger import Lease, LedgerRefusal
 from jaxrl.pool.openai_api import Answer, digest_of, read_ask, refusal, token_texts, usage
 from jaxrl.pool.order import Bell
@@ -141,7 +142,7 @@ class Gateway:
         if hmac.compare_digest(token.encode(), self._evaluation_key.encode()):
             return self._attempts.visitor()
         (found,) = await self._attempts.begin([token])
-        if isinstance(found, LedgerRefusal):
+        if not isinstance(found, Attempt):
             raise found
         return found
 
@@ -276,7 +277,7 @@ class Gateway:
         engine, since the start."""
         own = self._attempts.own_s + time.thread_time()
         told = {
-            "gateway": {**self._attempts.counts, "own_s": own},
+            "gateway": {**self._attempts.counts, **self._attempts.entrance.counts(), "own_s": own},
             "engine": self._attempts.engine.counts(),
         }
         if request.query_params.get("of") not in told:
@@ -394,7 +395,7 @@ def _reason(error: Exception) -> dict[str, Any]:
 
 
 async def follow(
-    engine: Engine, bell: Bell, folder: pathlib.Path, name: str, poll_s: float
+    engine: Engine | Entrance, bell: Bell, folder: pathlib.Path, name: str, poll_s: float
 ) -> None:
     """Load what the trainer publishes in ``folder/current.json``, and acknowledge it in
     ``folder/acks/<name>.json``. What cannot be loaded is tried again."""
@@ -411,7 +412,7 @@ async def follow(
         await bell.wait(news, poll_s)
 
 
-async def _taken(engine: Engine, current: str, ack: pathlib.Path, seen: str) -> str:
+async def _taken(engine: Engine | Entrance, current: str, ack: pathlib.Path, seen: str) -> str:
     """Load what is announced, unless it was seen; what is seen now."""
     try:
         found = os.stat(current)  # it is replaced, never written to
@@ -429,15 +430,23 @@ async def _taken(engine: Engine, current: str, ack: pathlib.Path, seen: str) -> 
 
 
 def living(
-    engine: Engine, attempts: Attempts, folder: pathlib.Path, name: str, poll_s: float
+    engine: Engine,
+    attempts: Attempts,
+    folder: pathlib.Path,
+    name: str,
+    poll_s: float,
+    look_s: float = LOOK_S,
 ) -> Callable[[Starlette], Any]:
-    """A lifespan: follow the weights while the service runs, then close what it used."""
+    """A lifespan: follow the weights, and the engine's load, while the service runs, then close
+    what it used."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        following = asyncio.create_task(follow(engine, attempts.bell, folder, name, poll_s))
+        entrance = attempts.entrance
+        following = asyncio.create_task(follow(entrance, attempts.bell, folder, name, poll_s))
         try:
-            yield
+            async with entrance.watched(look_s):
+                yield
         finally:
             following.cancel()
             await attempts.close()

@@ -158,13 +158,16 @@ class Worker:
 
     @contextlib.contextmanager
     def _beating(self, tokens: Sequence[str]) -> Iterator[None]:
-        """Extend leases from a thread of its own while the attempts are under way."""
+        """Extend leases from a thread of its own while the attempts are under way; those that are
+        refused (sealed, or given to another attempt) no more."""
         ended = threading.Event()
 
         def beat() -> None:
-            while not ended.wait(self._lease_s / BEATS):
+            beating = list(tokens)
+            while beating and not ended.wait(self._lease_s / BEATS):
                 with contextlib.suppress(GatewayLost, Refused):
-                    self._beats.ask("heartbeat", {"tokens": list(tokens)})
+                    refused = self._beats.ask("heartbeat", {"tokens": beating})["refused"]
+                    beating = [one for one, why in zip(beating, refused, strict=True) if not why]
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()

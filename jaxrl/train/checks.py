@@ -1,5 +1,6 @@
 """Checks of a section's fields: ValueError naming section, field, value and what is allowed."""
 
+import re
 from typing import Any
 
 from jaxrl.pool.characters import WIDTHS
@@ -37,3 +38,16 @@ def ladder(section: str, record: Any, field: str) -> None:
     value = record.__dict__[field]
     if not value or list(value) != sorted(set(value)) or value[0] < 1:
         raise ValueError(f"{section}.{field}={value!r}; allowed: increasing positive lengths")
+
+
+def shares(quotas: Any) -> None:
+    """Pairs of a regular expression and a share, of ``pool.quotas``."""
+    allowed = "allowed: pairs of a regular expression and a share in (0, 1]"
+    for pair in quotas:
+        try:
+            pattern, share = pair
+            re.compile(pattern)
+        except (TypeError, ValueError, re.error) as error:
+            raise ValueError(f"pool.quotas has {pair!r} ({error}); {allowed}") from error
+        if isinstance(share, str | bool) or not 0 < share <= 1:
+            raise ValueError(f"pool.quotas has {pair!r}; {allowed}")

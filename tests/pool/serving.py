@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,30 @@ import httpx2
 import openai
 import uvicorn
 
+from jaxrl.pool.admission import Admission
 from jaxrl.pool.attempts import Attempts, Limits
 from jaxrl.pool.contract import Generator, Request, Tokenizer
 from jaxrl.pool.dialogue import Dialogue, PlainDialogue
 from jaxrl.pool.engines import Batching, Engine, Sampled
-from jaxrl.pool.gateway import Gateway
+from jaxrl.pool.gateway import Gateway, living
 from jaxrl.pool.ledger import Ledger, OpenGroup, open_ledger
+from jaxrl.pool.pressure import Pressure
 from jaxrl.pool.rollout import Rollout, StopReason, Version
 from jaxrl.pool.segments import Spool
 from tests.pool.scripted import EOS, FIRST, Letters
 
 KEY = "the-pool's-key"
 EVALUATION_KEY = "who-evaluates"
+LOOK_S = 0.05  # between two looks at an engine's load
+
+
+def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What comes true, once it does; AssertionError if it never does."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)
+    return found
 
 
 @contextlib.contextmanager
@@ -127,9 +139,12 @@ def gateway(
     path: str = "nowhere",
     chunk_tokens: int = 0,
     run: Any = None,
+    admission: Admission | None = None,
+    follows: bool = False,
     **limits: Any,
 ) -> Iterator[Place]:
-    """A gateway over ``folder``, its engine loaded with ``version``."""
+    """A gateway over ``folder``, its engine loaded with ``version``; one that ``follows`` loads
+    what is announced there, and looks at its engine's load often."""
     ledger = open_ledger(str(folder / "ledger.sqlite"), "run")
     if ledger.epoch() < 0:
         ledger.begin_epoch()
@@ -157,13 +172,16 @@ def gateway(
         tokenizer,
         dialogue or PlainDialogue(tokenizer),
         Limits(**(values | limits)),
+        admission,
     )
     keys = {"key": KEY, "evaluation_key": EVALUATION_KEY}
     made = Gateway(attempts, tokenizer, **keys, max_body_bytes=max_body_bytes, run=run or {})
-    with served(made.app(), port) as url:
+    life = living(engine, attempts, folder, "gateway", 0.02, LOOK_S) if follows else None
+    with served(made.app(life), port) as url:
         yield Place(url, ledger, spool, attempts, engine)
-    asyncio.run(attempts.close())
-    asyncio.run(engine.close())
+    if not follows:
+        asyncio.run(attempts.close())
+        asyncio.run(engine.close())
 
 
 class Stamping:
@@ -172,6 +190,7 @@ class Stamping:
     def __init__(self, **changes: Any) -> None:
         self.version: Version | None = None
         self.changes = changes
+        self.told: list[Pressure | None] = [None]  # of its load
 
     async def generate(self, request: Request) -> Sampled:
         values: dict[str, Any] = dict(
@@ -188,6 +207,9 @@ class Stamping:
 
     def counts(self) -> dict[str, float]:
         return {}
+
+    async def pressure(self) -> list[Pressure | None]:
+        return list(self.told)
 
     async def close(self) -> None:
         self.version = None
