@@ -82,7 +82,7 @@ def remote(
     services = Services(
         pool, run, gateway="", launcher="subprocess", workers=workers, patience_s=120.0
     )
-    rules = Rules(0, "drop", 0, 3, 0, phase.pool.watchdog_s, phase.pool.poll_s, 1, True)
+    rules = Rules(0, "drop", 0, 3, 0, phase.pool.watchdog_s, phase.pool.poll_s, 1, True, ())
     made = RemotePool(
         open_ledger(ledger, "bench"),
         Spool(spool),

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from jaxrl.pool import staleness
 from jaxrl.pool.announced import CURRENT, announce
 from jaxrl.pool.contract import (
@@ -31,6 +29,7 @@ from jaxrl.pool.contract import (
     Questions,
     Tokenizer,
 )
+from jaxrl.pool.curves import Curves, ages
 from jaxrl.pool.deadline import within
 from jaxrl.pool.fitting import Fitting
 from jaxrl.pool.ledger import GroupState, Ledger, LedgerRefusal, Live, OpenGroup, SlotState
@@ -52,6 +51,8 @@ COUNTS = (
     "damaged",  # segments that could not be read back, each sampled anew
     "overage_tokens",  # tokens too old to be trained on
     "partial",  # groups handed over without the samples that infrastructure failed
+    "cancelled_pressure",  # attempts given back because engines were overloaded
+    "deferred",  # draws that wait because their universe has its share of the pool
 )
 
 
@@ -68,6 +69,7 @@ class Rules:
     poll_s: float
     keep_checkpoints: int  # segments of steps that none of these covers may go; see ``record``
     record: bool  # keep all segments
+    quotas: Sequence[tuple[str, float]]  # of universes; see ``Quotas``
 
 
 class Helpers(Protocol):
@@ -139,6 +141,7 @@ class RemotePool:
             max_attempts=rules.max_attempts,
             min_group=rules.min_group,
             epochs=epochs,
+            quotas=rules.quotas,
         )
         self._fitting = Fitting(
             ledger,
@@ -163,9 +166,7 @@ class RemotePool:
         self._version: Version | None = None
         self._resumed: Version | None = None
         self._covered: list[int] = []  # steps of checkpoints, as they were committed
-        # what the ledger and the gateway had counted at the take before
-        self._tallies: dict[str, int] = {}
-        self._gateway_s = 0.0
+        self._curves = Curves()
 
     # -- the contract
 
@@ -182,7 +183,7 @@ class RemotePool:
             self._begin(step)
             chosen = self._gather(n, step, counts)
             groups = [self._handed(live.id, step, counts) for live in chosen]
-            self._note_tallies(counts)
+            self._curves.note(self._ledger.counts(), counts)
         except (LedgerRefusal, OSError) as error:
             raise PoolError(f"the pool's ledger or spool, at step {step}: {error}") from error
         for live, group in zip(chosen, groups, strict=True):
@@ -193,6 +194,12 @@ class RemotePool:
         counts["short"] = n - len(groups)
         taken = tuple((group.id, group.content_hash) for group in groups)
         return groups, Manifest(step, taken, dict(counts), self._readings(groups, step))
+
+    def _readings(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        assert self._resumed is not None
+        told = self._helpers.counts() if self._helpers is not None else {}
+        aged = ages(groups, step, self._resumed, self._rules.staleness)
+        return {**aged, **self._meter.readings(), **self._curves.gateway(told)}
 
     def commit(self, step: int) -> None:
         """A checkpoint covers the steps up to this one."""
@@ -277,7 +284,7 @@ class RemotePool:
             self._openings.lose(void.id, void.content_hash, void.reason)
         held = {group.id for group in self._ledger.live()}
         self._openings.follow(self._committed, held, self._ledger.next_id())
-        self._tallies = self._ledger.counts()
+        self._curves.begin(self._ledger.counts())
         self._resumed = version
 
     def _begin(self, step: int) -> None:
@@ -342,6 +349,7 @@ class RemotePool:
                 counts[f"void_{void.reason}"] += 1
             self._refills.append(void.generation + (void.reason != "stale"))
         live = self._ledger.live()
+        self._openings.learn(live)
         if any(self._drop_if_old(group, step, counts) for group in live):
             return self._look(n, step, counts)
         if self._admit(live, n, step, counts):
@@ -384,14 +392,18 @@ class RemotePool:
         else:
             room = staleness.room(versions, step, n, limit)
         opened: list[OpenGroup] = []
+        sampled = Counter(group.source for group in live if group.state is GroupState.OPEN)
         while len(opened) < room - self._lapsed:
             generation = self._refills.pop(0) if self._refills else 0
             if generation > self._rules.max_refills:
                 self._lapsed += 1
                 continue
-            drawn = self._openings.draw(self._version, generation, counts)
+            full = self._openings.quotas.full(sampled, (limit + 1) * n)
+            drawn = self._openings.draw(self._version, generation, counts, full)
             if drawn is None:
+                self._refills[:0] = [generation] if generation else []
                 break
+            sampled[drawn.source] += 1
             counts["refilled"] += generation > 0
             opened.append(drawn)
         if opened:
@@ -459,38 +471,6 @@ class RemotePool:
             ]
         members = tuple(rollouts)
         return Group(number, digest_of(members), members)
-
-    def _readings(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        assert self._resumed is not None
-        limit = self._rules.staleness
-        each = [
-            staleness.ages(rollout, step, self._resumed, limit)
-            for group in groups
-            for rollout in group.rollouts
-        ]
-        ages = np.concatenate([*each, np.zeros(0, np.int64)])
-        return {
-            "staleness_mean": float(ages.mean()) if ages.size else 0.0,
-            "staleness_max": float(ages.max()) if ages.size else 0.0,
-            **self._meter.readings(),
-            **self._gateway_readings(),
-        }
-
-    def _gateway_readings(self) -> dict[str, float]:
-        """Processor time of the gateway, engine left out, since the take before."""
-        told = self._helpers.counts() if self._helpers is not None else {}
-        if "own_s" not in told:
-            return {}
-        before, self._gateway_s = self._gateway_s, told["own_s"]
-        return {"gateway_s": max(told["own_s"] - before, 0.0)}
-
-    def _note_tallies(self, counts: Counter[str]) -> None:
-        """What the ledger counted since the last take: refusals, retries, drift."""
-        told = self._ledger.counts()
-        for name, count in told.items():
-            if not name.startswith(("groups_", "slots_", "void")):
-                counts[name] += count - self._tallies.get(name, 0)
-        self._tallies = told
 
     def _silence(self, step: int, trouble: str) -> str:
         try:

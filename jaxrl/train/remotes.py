@@ -91,6 +91,7 @@ def rules_of(phase: Phase) -> Rules:
         poll_s=pool.poll_s,
         keep_checkpoints=phase.checkpoint.keep,
         record=pool.record,
+        quotas=pool.quotas,
     )
 
 

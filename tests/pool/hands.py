@@ -42,6 +42,7 @@ RULES: dict[str, Any] = dict(
     poll_s=0.002,
     keep_checkpoints=2,
     record=True,
+    quotas=(),
 )
 
 
