@@ -66,7 +66,8 @@ class Plan:
     worker_point: str = ""  # where a worker dies, once
     death: float = 0.0  # chance that a worker dies, at each of its points
     kills: float = 0.0  # chance that the trainer is killed, wherever it is, soon after a step
-    mischief: float = 0.0  # chance of a duplicate, late, truncated, flipped or failed seal
+    # chance of a duplicate, late, truncated, flipped, failed or cancelled seal
+    mischief: float = 0.0
     jumps: float = 0.0  # times a second that the clock jumps by an hour
     seconds: float = 100.0
 
@@ -204,13 +205,17 @@ def sealed(
     if chance.random() >= plan.mischief:
         seal(ledger, spool, lease, rollout)
         return
-    mischief = chance.choice(["duplicate", "late", "truncated", "flipped", "full", "failed"])
+    mischiefs = ["duplicate", "late", "truncated", "flipped", "full", "failed", "cancelled"]
+    mischief = chance.choice(mischiefs)
     ledger.count(f"tried_{mischief}")
     if mischief == "duplicate":
         seal(ledger, spool, lease, rollout)
         seal(ledger, spool, lease, rollout)
     elif mischief == "late":
         time.sleep(1.5 * plan.lease_s)
+        seal(ledger, spool, lease, rollout)
+    elif mischief == "cancelled":  # as a gateway does; its worker does not know, and seals
+        ledger.cancel([lease.token], "pressure")
         seal(ledger, spool, lease, rollout)
     elif mischief == "failed":
         ledger.fail(lease.token, Failure.ENV, "the sandbox is gone")

@@ -96,6 +96,13 @@ def test_preemptions_are_counted_from_the_first_look_and_through_restarts():
     assert admission.told.preempted == 3
 
 
+def test_while_attempts_end_after_a_trim_the_same_load_trims_no_further():
+    admission = Admission(1, 100, 40, MARKS)
+    assert admission.look([Pressure(0.85, 0, 0)], 40) is Move.TRIMMED and admission.limit == 32
+    assert admission.look([Pressure(0.85, 0, 0)], 36) is Move.HELD and admission.limit == 32
+    assert admission.look([Pressure(0.85, 0, 0)], 32) is Move.TRIMMED and admission.limit == 26
+
+
 def test_an_overload_at_the_floor_still_ends_what_is_over_it():
     admission = Admission(4, 100, 5, MARKS)
     assert admission.look([Pressure(0.85, 0, 0)], 5) is Move.TRIMMED

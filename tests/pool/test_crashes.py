@@ -72,7 +72,8 @@ def test_a_worker_that_is_killed_at_any_point_changes_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_bad_seals_and_jumping_clocks_change_nothing(tmp_path):
-    """Duplicate, late, truncated, flipped and failed seals, full disks, clocks an hour off."""
+    """Duplicate, late, truncated, flipped, failed and cancelled seals, full disks, clocks an hour
+    off."""
     plans = [
         dict(folder=str(tmp_path / "good"), steps=8, groups=4),
         dict(folder=str(tmp_path / "bad"), steps=8, groups=4, mischief=0.5, jumps=1.0),
@@ -84,6 +85,7 @@ def test_bad_seals_and_jumping_clocks_change_nothing(tmp_path):
     counts = ledger.counts()
     ledger.close()
     tried = {name for name in counts if name.startswith("tried_")}
+    assert counts["refused_cancelled"] == counts["cancelled_pressure"] >= 1
     assert len(tried) >= 5 and counts["refused_sealed"] + counts.get("refused_expired", 0) >= 1
     assert counts["reopened"] >= 1
 

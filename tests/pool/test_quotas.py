@@ -202,7 +202,7 @@ def test_a_universe_holds_no_more_than_its_share_and_all_are_trained_on(tmp_path
 def test_a_pool_goes_on_with_what_was_deferred(tmp_path):
     """The trainer is killed after a checkpoint: what waited then waits on, and comes."""
     source = Worlds(slow=6, quick=6)
-    settings = dict(staleness=1, quotas=(("slow", 0.25),), epochs=1)
+    settings: dict[str, Any] = dict(staleness=1, quotas=(("slow", 0.25),), epochs=1)
     pool = remote_pool(tmp_path, source, **settings)
     pool.publish(V0, "w")
     with Hands(tmp_path, source, trouble=lambda lease: "lost" if lease.source == "slow" else None):
