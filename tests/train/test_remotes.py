@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from etils import epath
 
+from jaxrl.gateway import admission_of
 from jaxrl.pool.contract import PoolError
 from jaxrl.train import remotes
 from tests.train.test_settings import config, last
@@ -39,6 +40,13 @@ def phase(algorithm: dict[str, Any] | None = None, **pool: Any):
             "allowed with pool.kind='remote': 1 to pool.staleness",
         ),
         ({"publish_every_steps": 0, "staleness": 3}, "pool.publish_every_steps=0"),
+        ({"admission": "free"}, "pool.admission='free' is unknown; allowed: auto, aimd, fixed"),
+        ({"under_way": 3}, "pool.under_way=3; allowed: 0 .no bound., or at least .*_group=4"),
+        ({"usage_marks": (0.7, 0.9)}, "pool.usage_marks=.0.7, 0.9.; allowed: target, trim and"),
+        ({"usage_marks": (0.9, 0.8, 0.7)}, "pool.usage_marks=.0.9, 0.8, 0.7.; allowed"),
+        ({"quotas": (("(", 0.5),)}, "pool.quotas has .*0.5. .missing"),
+        ({"quotas": (("code", 0.0),)}, "pool.quotas has .'code', 0.0.; allowed: pairs"),
+        ({"quotas": ("code",)}, "pool.quotas has 'code' .too many"),
     ],
 )
 def test_a_field_is_refused_by_name(pool, match):
@@ -75,6 +83,24 @@ def test_a_ledger_is_refused_in_a_bucket():
         remotes.open_remote(
             phase(), parts, epath.Path("gs://bucket/run/pool"), "run", keep=None, annotate=None
         )
+
+
+@pytest.mark.parametrize(
+    ("pool", "adapts", "limit", "bounds"),
+    [
+        ({}, False, 2**31 - 1, False),  # as it was before there were limits
+        ({"engine": "serve:http://a"}, False, 2**31 - 1, False),
+        ({"under_way": 64}, False, 64, True),
+        ({"engine": "vllm:http://a,http://b"}, True, 32, False),  # the slots of two samplers
+        ({"engine": "sglang:http://a", "under_way": 12}, True, 12, True),
+        ({"engine": "vllm:http://a", "admission": "fixed", "under_way": 64}, False, 64, True),
+        ({"engine": "serve:http://a", "admission": "aimd"}, True, 16, False),
+    ],
+)
+def test_what_grows_with_its_answers_is_admitted_by_its_load(pool, adapts, limit, bounds):
+    run = json.loads(json.dumps(remotes.described(phase(**pool), "p", "run", "ledger", "spool")))
+    made = admission_of(run)
+    assert (made.adapts, made.limit, made.bounds) == (adapts, limit, bounds)
 
 
 def test_helpers_are_told_what_they_need_as_json(tmp_path):
