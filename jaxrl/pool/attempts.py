@@ -53,9 +53,9 @@ class Attempts:
     """All attempts of a run at one gateway.
 
     ``admission`` bounds how many are under way; None: nothing does. The ledger is used by several
-    threads. Raises LedgerRefusal for a token that may not
-    act, ValueError for a request that cannot be served (ContextLimit: it is too long), EngineError
-    and OSError for infrastructure, Busy over the limit.
+    threads. Raises LedgerRefusal for a token that may not act, ValueError for a request that cannot
+    be served (ContextLimit: it is too long), EngineError and OSError for infrastructure, Busy over
+    the limit.
     """
 
     def __init__(

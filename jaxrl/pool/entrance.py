@@ -144,12 +144,13 @@ class Entrance:
 
     @contextlib.asynccontextmanager
     async def watched(self, look_s: float) -> AsyncIterator[None]:
-        """Look every so many seconds while something is under way, if the limit moves at all."""
+        """Look every so many seconds while something is under way, if the limit moves at all. An
+        engine that loads weights is idle for no lack of attempts: it says nothing of the limit."""
 
         async def watch() -> None:
             while True:
                 await asyncio.sleep(look_s)
-                if self._order:
+                if self._order and not self._loads:
                     with contextlib.suppress(OSError):  # a ledger may come back
                         await self.look()
 

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from jaxrl.pool.rollout import Version
 from jaxrl.pool.servers import VllmServer
 from jaxrl.pool.workers import Work, Worker, load_agent
 from tests.pool.scripted import EOS, FIRST, Letters, Scripted, Sums, answer_of
-from tests.pool.serving import KEY, Place, Stamping, gateway, until
+from tests.pool.serving import KEY, LOOK_S, Place, Stamping, gateway, until
 from tests.pool.serving import served as serving
 from tests.pool.test_engines import weights
 from tests.pool.test_servers import Replayed
@@ -207,6 +208,21 @@ def test_nothing_begins_during_a_load_and_what_is_under_way_goes_on(tmp_path, fa
             until(lambda: engine.tried > 1)  # it is tried again
 
 
+def test_an_engine_that_is_idle_for_a_load_lets_no_limit_grow(tmp_path):
+    engine, admission = Loading(), Admission(1, 99, 2, MARKS)
+    engine.version, engine.told = FIRST, [Pressure(0.75, 0, 0)]
+    with gateway(tmp_path, engine, version=None, follows=True, admission=admission) as place:
+        open_sums(place, 4, 1)
+        assert len(leased(place)) == 2
+        until(lambda: told(place)["kv_usage"] == 0.75)
+        begin_load(engine, tmp_path)
+        engine.told = [Pressure(0.0, 0, 0)]
+        time.sleep(5 * LOOK_S)  # it would have been asked
+        assert told(place)["limit"] == 2 and told(place)["kv_usage"] == 0.75
+        engine.go.set()
+        until(lambda: told(place)["limit"] > 2)
+
+
 def test_a_load_that_takes_too_long_is_told_to_those_who_wait(tmp_path):
     engine = Loading()
     engine.version = FIRST
@@ -284,14 +300,15 @@ def worker_of(place: Place, agent: str) -> Worker:
     )
 
 
-@pytest.mark.parametrize(("agent", "threads"), [("", 3), ("plain", 24)])
+@pytest.mark.parametrize(("agent", "samples", "threads"), [("", 4, 3), ("plain", 2, 12)])
 def test_a_burst_of_preemptions_gives_the_youngest_groups_back_and_nothing_is_lost(
-    tmp_path, agent, threads
+    tmp_path, agent, samples, threads
 ):
-    """Six groups of four, a budget of one attempt: were one given back at its cost, its group would
+    """Six groups, a budget of one attempt: were one given back at its cost, its group would
     be void. All are sealed once, and none with a reward but its own."""
     server = Vllm()
-    admission = Admission(4, 64, 24, MARKS)
+    every = 6 * samples
+    admission = Admission(samples, 64, every, MARKS)
     version, path = weights(tmp_path / "weights", 0)
     with serving(server.app()) as url:
         engine = VllmServer(url, timeout_s=60, convert=str)
@@ -300,32 +317,39 @@ def test_a_burst_of_preemptions_gives_the_youngest_groups_back_and_nothing_is_lo
         ) as place:
             announce(tmp_path / CURRENT, {**dataclasses.asdict(version), "path": path})
             until(lambda: place.attempts.engine.version)
-            open_sums(place, 6, 4, max_attempts=1, version=version)
-            workers = [worker_of(place, agent) for _ in range(threads)]
-            running = [threading.Thread(target=worker.run) for worker in workers]
+            open_sums(place, 6, samples, max_attempts=1, version=version)
+            done = threading.Event()
+
+            def work() -> None:
+                worker = worker_of(place, agent)
+                while not done.is_set():
+                    worker.once(0.2)
+
+            running = [threading.Thread(target=work) for _ in range(threads)]
             for thread in running:
                 thread.start()
-            until(lambda: server.running == 24)
-            until(lambda: told(place)["kv_usage"] == 0.24)  # it was asked
+            until(lambda: server.running == every)
+            until(lambda: told(place)["kv_usage"] == 0.01 * every)  # it was asked
             server.preempted += 5
-            until(lambda: server.aborted == 8)
+            until(lambda: server.aborted == 2 * samples)
             counts = told(place)
-            assert (counts["limit"], counts["cut"], counts["preempted"]) == (18, 1, 5)
-            assert counts["cancelled_pressure"] == 8 and counts["under_way"] <= 18
-            until(lambda: told(place)["under_way"] == 18)  # leased again, as far as may be
+            assert (counts["limit"], counts["cut"], counts["preempted"]) == (3 * every // 4, 1, 5)
+            assert counts["cancelled_pressure"] == 2 * samples
+            until(
+                lambda: told(place)["under_way"] == 3 * every // 4
+            )  # leased again, as far as may be
             server.go = True
             until(lambda: place.ledger.counts()["groups_ready"] == 6)
-            for worker in workers:
-                worker.stop()
+            done.set()
             for thread in running:
                 thread.join(60)
             ledger = place.ledger.counts()
             assert ledger["groups_void"] == 0 and "retried" not in ledger
             members = [one for group in range(6) for one in place.ledger.members(group)]
             attempts = [[m.attempt for m in place.ledger.members(n)] for n in range(6)]
-            assert attempts == [[0] * 4] * 4 + [[1] * 4] * 2
-            assert [one.sealed.reward for one in members] == [1.0] * 24
-            assert ledger["cancelled_pressure"] == 8
+            assert attempts == [[0] * samples] * 4 + [[1] * samples] * 2
+            assert [one.sealed.reward for one in members] == [1.0] * every
+            assert ledger["cancelled_pressure"] == 2 * samples
             held = Counter(one.sealed.segment for one in members)
             files = {
                 str(p.relative_to(place.spool.root)) for p in place.spool.root.rglob("*.rollouts")
