@@ -178,18 +178,23 @@ class Attempts:
         New ones wait while weights are loaded (EngineError if for too long), and are Busy over the
         limit, which may have fallen since they were leased.
         """
+        over = await self._turned_away(tokens) if self.entrance.strict else set[str]()
+        may = [token for token in tokens if token not in over] if over else tokens
+        begun = iter(await self._asked(self._begun, may, plain))
+        return [
+            self._busy() if token in over else self._met(token, next(begun), plain)
+            for token in tokens
+        ]
+
+    async def _turned_away(self, tokens: Sequence[str]) -> set[str]:
+        """Those that must come again, once the others may begin."""
         new = [token for token in tokens if not self._is_running(token)]
         if new:
             await self.entrance.opened(self.limits.wait_s)
         over = self.entrance.over(new)
         self._turned |= over
         self.counts["refused_busy"] += len(over)
-        may = [token for token in tokens if token not in over]
-        begun = iter(await self._asked(self._begun, may, plain))
-        return [
-            self._busy() if token in over else self._met(token, next(begun), plain)
-            for token in tokens
-        ]
+        return over
 
     def _is_running(self, token: str) -> bool:
         """Whether something was asked under it already."""

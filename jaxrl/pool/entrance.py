@@ -34,8 +34,8 @@ class Entrance:
     ) -> None:
         self.admission = admission
         self._engine, self._bell, self._lease_s, self._cancel = engine, bell, lease_s, cancel
-        self._order: dict[str, tuple[int, ...]] = {}  # a token's group, by age
-        self._ends: dict[str, float] = {}  # when its lease runs out, if nobody extends it
+        # a token's group, by age, and when its lease runs out, if nobody extends it
+        self._lent: dict[str, tuple[tuple[int, ...], float]] = {}
         self._taken = 0  # leases that the ledger is being asked for
         self._most = 0  # attempts under way since the last look, at most
         self._loads = 0
@@ -48,10 +48,10 @@ class Entrance:
         """How many of so many attempts may begin now."""
         if self._loads:
             return 0
-        left = self.admission.limit - len(self._order) - self._taken
+        left = self.admission.limit - len(self._lent) - self._taken
         if left < most:
             self._forget_late()
-            left = self.admission.limit - len(self._order) - self._taken
+            left = self.admission.limit - len(self._lent) - self._taken
             self._closed |= left < most
         return max(min(left, most), 0)
 
@@ -67,41 +67,49 @@ class Entrance:
     def begun(self, leases: Iterable[Lease]) -> None:
         """These are under way now."""
         ends = time.monotonic() + self._lease_s
-        for one in leases:
-            self._order[one.token] = (one.version.epoch, one.version.step, one.group)
-            self._ends[one.token] = ends
-        self._most = max(self._most, len(self._order))
+        self._lent |= {
+            one.token: ((one.version.epoch, one.version.step, one.group), ends) for one in leases
+        }
+        self._most = max(self._most, len(self._lent))
 
     def extended(self, tokens: Iterable[str]) -> None:
         """Their leases begin anew."""
         ends = time.monotonic() + self._lease_s
-        self._ends.update((token, ends) for token in tokens if token in self._order)
+        for token in tokens:
+            if (known := self._lent.get(token)) is not None:
+                self._lent[token] = known[0], ends
 
     def unknown(self, token: str) -> bool:
         """Whether it is not known to be under way: leased before this gateway was started."""
-        return token not in self._order
+        return token not in self._lent
 
     def ended(self, tokens: Iterable[str]) -> None:
         """These are not under way any more."""
         for token in tokens:
-            if self._order.pop(token, None) is not None:
-                del self._ends[token]
+            self._lent.pop(token, None)
         if self._closed:
             self._closed = False
             self._bell.ring()
 
+    @property
+    def strict(self) -> bool:
+        """Whether not everything that was leased may begin at once."""
+        return self._loads > 0 or len(self._lent) > self.admission.limit
+
     def over(self, tokens: Sequence[str]) -> set[str]:
         """Which of these are more than may be under way, the oldest groups first."""
-        if len(self._order) <= self.admission.limit:
-            return set()
         self._forget_late()
-        return {*tokens} & {*youngest(self._order, self.admission.limit)}
+        return {*tokens} & {*self._youngest()}
+
+    def _youngest(self) -> list[str]:
+        order = {token: group for token, (group, _) in self._lent.items()}
+        return youngest(order, self.admission.limit)
 
     def _forget_late(self) -> None:
         """Their workers are gone: the ledger gives their samples to others."""
         now = time.monotonic()
-        for token in [token for token, ends in self._ends.items() if ends < now]:
-            del self._order[token], self._ends[token]
+        for token in [token for token, (_, ends) in self._lent.items() if ends < now]:
+            del self._lent[token]
 
     # -- weights
 
@@ -134,10 +142,10 @@ class Entrance:
         """Ask the engine how it is, move the limit, and end what is too much."""
         told = await self._engine.pressure()
         self._forget_late()
-        move = self.admission.look(told, len(self._order), self._most)
-        self._most = len(self._order)
+        move = self.admission.look(told, len(self._lent), self._most)
+        self._most = len(self._lent)
         if move is Move.CUT:
-            await self._cancel(youngest(self._order, self.admission.limit))
+            await self._cancel(self._youngest())
         if move is Move.GREW:
             self._bell.ring()
         return move
@@ -150,7 +158,7 @@ class Entrance:
         async def watch() -> None:
             while True:
                 await asyncio.sleep(look_s)
-                if self._order and not self._loads:
+                if self._lent and not self._loads:
                     with contextlib.suppress(OSError):  # a ledger may come back
                         await self.look()
 
@@ -166,7 +174,7 @@ class Entrance:
         did so far and what was told last."""
         self._forget_late()
         admission, told = self.admission, self.admission.told
-        counts: dict[str, Any] = {"under_way": len(self._order)}
+        counts: dict[str, Any] = {"under_way": len(self._lent)}
         if admission.bounds or admission.adapts:
             counts["limit"] = admission.limit
         if admission.adapts:
