@@ -180,11 +180,18 @@ class Attempts:
         """
         over = await self._turned_away(tokens) if self.entrance.strict else set[str]()
         may = [token for token in tokens if token not in over] if over else tokens
-        begun = iter(await self._asked(self._begun, may, plain))
-        return [
-            self._busy() if token in over else self._met(token, next(begun), plain)
-            for token in tokens
-        ]
+        begun = await self._asked(self._begun, may, plain)
+        found: dict[str, Attempt | LedgerRefusal | Busy] = {}
+        for token, known in zip(may, begun, strict=True):
+            if isinstance(known, LedgerRefusal):
+                self._held.pop(token, None)
+                self.entrance.ended([token])
+                found[token] = known
+                continue
+            found[token] = attempt = known if isinstance(known, Attempt) else self._hold(known)
+            attempt.started |= not plain
+        self._turned.difference_update(may)
+        return [found.get(token) or self._busy() for token in tokens]
 
     async def _turned_away(self, tokens: Sequence[str]) -> set[str]:
         """Those that must come again, once the others may begin."""
@@ -204,18 +211,6 @@ class Attempts:
     def _busy(self) -> Busy:
         limit = min(self.entrance.admission.limit, self.limits.under_way)
         return Busy(f"{limit} answers are under way; allowed: no more")
-
-    def _met(
-        self, token: str, known: Attempt | Lease | LedgerRefusal, plain: bool
-    ) -> Attempt | LedgerRefusal:
-        self._turned.discard(token)
-        if isinstance(known, LedgerRefusal):
-            self._held.pop(token, None)
-            self.entrance.ended([token])
-            return known
-        attempt = known if isinstance(known, Attempt) else self._hold(known)
-        attempt.started |= not plain
-        return attempt
 
     def _begun(self, tokens: Sequence[str], plain: bool) -> list[Attempt | Lease | LedgerRefusal]:
         """In a thread of the ledger: one question for all that run, one for all that are new."""

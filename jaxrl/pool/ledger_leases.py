@@ -103,8 +103,9 @@ class Leases:
             if not found:
                 return []
             shared = _shared(db, found)
-            age = {row["id"]: (row["dispatched"], -row["expected"], row["id"]) for row in shared}
-            found = sorted(found, key=lambda row: (*age[row["grp"]], row["sample"]))
+            ages = sorted([(row["dispatched"], -row["expected"], row["id"]) for row in shared])
+            turn = {group: place for place, (_, _, group) in enumerate(ages)}
+            found = sorted(found, key=lambda row: (turn[row["grp"]], row["sample"]))
             slots = [(row["grp"], row["sample"], row["attempt"]) for row in found]
             granted = zip(found, self._tokens.grant(slots, epoch, once), strict=True)
             return leases_of(list(granted), shared, epoch, expires)
