@@ -1,0 +1,169 @@
+"""What a document of the Agent Trajectory Interchange Format is: a JSON schema, and the rules that
+no schema can say.
+
+Written from the format's facts as Harbor states them: docs/rfcs/0001-trajectory-format.md, and the
+models of its package 0.26.0 (harbor/models/trajectories), without what versions after 1.7 added.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+
+TEXT, COUNT, FREE = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
+IDS = {"type": "array", "items": {"type": "integer"}}
+NUMBERS = {"type": "array", "items": {"type": "number"}}
+
+AGENTS_ALONE = (
+    *("model_name", "reasoning_effort", "reasoning_content"),
+    *("tool_calls", "metrics"),
+)
+
+
+def record(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def many(name: str, least: int = 0) -> dict[str, Any]:
+    """An array of a definition."""
+    return {"type": "array", "items": {"$ref": f"#/$defs/{name}"}, "minItems": least}
+
+
+IMAGE = record(
+    ("media_type", "path"),
+    media_type={"enum": ["image/jpeg", "image/png", "image/gif", "image/webp"]},
+    path=TEXT,
+)
+CONTENT = {
+    "anyOf": [
+        TEXT,
+        {
+            "type": "array",
+            "items": {
+                "oneOf": [
+                    record(("type", "text"), type={"const": "text"}, text=TEXT),
+                    record(("type", "source"), type={"const": "image"}, source=IMAGE),
+                ]
+            },
+        },
+    ]
+}
+
+DEFINITIONS = {
+    "agent": record(
+        ("name", "version"),
+        name=TEXT,
+        version=TEXT,
+        model_name=TEXT,
+        tool_definitions={"type": "array", "items": FREE},
+        extra=FREE,
+    ),
+    "step": record(
+        ("step_id", "source", "message"),
+        step_id={"type": "integer", "minimum": 1},
+        timestamp={"type": "string", "format": "date-time"},
+        source={"enum": ["system", "user", "agent"]},
+        model_name=TEXT,
+        reasoning_effort={"type": ["string", "number"]},
+        message=CONTENT,
+        reasoning_content=TEXT,
+        tool_calls=many("tool_call"),
+        observation=record(("results",), results=many("result")),
+        metrics={"$ref": "#/$defs/metrics"},
+        is_copied_context={"type": "boolean"},
+        llm_call_count=COUNT,
+        extra=FREE,
+    )
+    | {
+        "allOf": [
+            {
+                "if": {"properties": {"source": {"enum": ["system", "user"]}}},
+                "then": {"properties": dict.fromkeys(AGENTS_ALONE, False)},
+            },
+            {  # an agent's step without a model
+                "if": {
+                    "properties": {"source": {"const": "agent"}, "llm_call_count": {"const": 0}},
+                    "required": ["llm_call_count"],
+                },
+                "then": {"properties": {"metrics": False, "reasoning_content": False}},
+            },
+        ]
+    },
+    "tool_call": record(
+        ("tool_call_id", "function_name", "arguments"),
+        tool_call_id=TEXT,
+        function_name=TEXT,
+        arguments=FREE,
+        extra=FREE,
+    ),
+    "result": record(
+        source_call_id=TEXT,
+        content=CONTENT,
+        subagent_trajectory_ref=many("reference"),
+        extra=FREE,
+    ),
+    "reference": record(trajectory_id=TEXT, session_id=TEXT, trajectory_path=TEXT, extra=FREE)
+    | {"anyOf": [{"required": ["trajectory_id"]}, {"required": ["trajectory_path"]}]},
+    "metrics": record(
+        prompt_tokens=COUNT,
+        completion_tokens=COUNT,
+        cached_tokens=COUNT,
+        cost_usd={"type": "number"},
+        prompt_token_ids=IDS,
+        completion_token_ids=IDS,
+        logprobs=NUMBERS,
+        extra=FREE,
+    ),
+    "trajectory": record(
+        ("schema_version", "agent", "steps"),
+        schema_version={"const": "ATIF-v1.7"},
+        session_id=TEXT,
+        trajectory_id=TEXT,
+        agent={"$ref": "#/$defs/agent"},
+        steps=many("step", least=1),
+        notes=TEXT,
+        final_metrics=record(
+            total_prompt_tokens=COUNT,
+            total_completion_tokens=COUNT,
+            total_cached_tokens=COUNT,
+            total_cost_usd={"type": "number"},
+            total_steps=COUNT,
+            extra=FREE,
+        ),
+        continued_trajectory_ref=TEXT,
+        extra=FREE,
+        subagent_trajectories={
+            "type": "array",
+            "items": {"allOf": [{"$ref": "#/$defs/trajectory"}, {"required": ["trajectory_id"]}]},
+        },
+    ),
+}
+SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "$ref": "#/$defs/trajectory",
+    "$defs": DEFINITIONS,
+}
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def check(document: Mapping[str, Any]) -> None:
+    """Refuse what is no document of the format: ValidationError or AssertionError."""
+    VALIDATOR.validate(document)
+    branches = document.get("subagent_trajectories", [])
+    names = [branch["trajectory_id"] for branch in branches]
+    assert len(set(names)) == len(names), names
+    for one in (document, *branches):
+        steps = one["steps"]
+        assert [step["step_id"] for step in steps] == list(range(1, len(steps) + 1))
+        if (stated := one.get("final_metrics", {}).get("total_steps", len(steps))) != len(steps):
+            assert one.get("notes"), stated
+        for step in steps:
+            calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
+            for result in step.get("observation", {"results": ()})["results"]:
+                assert result.get("source_call_id") in (None, *calls)
