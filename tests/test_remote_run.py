@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl import trajectories
+from tests.pool.atif_schema import check
+
 ROOT = Path(__file__).parents[1]
 LOCAL = ["--config", "configs/quickstart.py:tiny"]
 REMOTE = [*LOCAL, "--config.pool.kind=remote"]
@@ -62,6 +65,18 @@ def embedded(tmp_path_factory):
     return workdir
 
 
+def exported(workdir: Path, to: Path) -> dict[str, list]:
+    """The steps of each rollout of the reinforcement, out of a run's export."""
+    counts = trajectories.export(str(workdir), str(to)).counts
+    assert counts["written"] == len(list(to.rglob("*.json"))) and not counts["unsealed"]
+    assert set(+counts) == {"written"}
+    found = {path.name: json.loads(path.read_text()) for path in to.glob("run=gvpo-*/*.json")}
+    for document in found.values():
+        check(document)
+        assert document["steps"][0]["message"].startswith("State the final answer")
+    return {name: document["steps"] for name, document in found.items()}
+
+
 def same(workdir: Path, embedded: Path) -> bool:
     """Whether two runs trained on the same groups, sample by sample, to the same accuracy."""
     held_out = [
@@ -89,6 +104,12 @@ def test_four_processes_train_what_one_does_though_the_gateway_is_killed(tmp_pat
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     takes = [line for line in lines if "pool/gateway_s" in line]
     assert len(takes) == 2 and all(line["pool/staleness_max"] == 0 for line in takes)
+
+    # Both leave the same rollouts, texts and numbers, to people and other tools.
+    told = [
+        exported(workdir, tmp_path / f"{workdir.name}-atif") for workdir in (embedded, tmp_path)
+    ]
+    assert len(told[0]) == 32 and told[0] == told[1]
 
 
 @pytest.mark.slow

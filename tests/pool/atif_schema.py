@@ -1,5 +1,5 @@
 """What a document of the Agent Trajectory Interchange Format is: a JSON schema, and the rules that
-no schema can say.
+no schema can say. And the way back from one of ours to its rollout.
 
 Written from the format's facts as Harbor states them: docs/rfcs/0001-trajectory-format.md, and the
 models of its package 0.26.0 (harbor/models/trajectories), without what versions after 1.7 added.
@@ -9,6 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
+import numpy as np
+
+from jaxrl.pool.atif import KINDS
+from jaxrl.pool.records import read_facts
+from jaxrl.pool.rollout import NOT_SAMPLED, TYPES, Rollout
 
 TEXT, COUNT, FREE = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
 IDS = {"type": "array", "items": {"type": "integer"}}
@@ -167,3 +172,45 @@ def check(document: Mapping[str, Any]) -> None:
             calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
             for result in step.get("observation", {"results": ()})["results"]:
                 assert result.get("source_call_id") in (None, *calls)
+
+
+def pieces(trajectory: Mapping[str, Any]) -> list[tuple[list[int], Mapping[str, Any], Any]]:
+    """Ids of each step and result in order, what is said of them, and their log-probs."""
+    found = []
+    for step in trajectory["steps"]:
+        metrics = step.get("metrics")
+        if metrics is None:
+            found.append((step["extra"]["token_ids"], step["extra"], step["extra"].get("logp")))
+        else:
+            own = metrics.get("extra", {})
+            logp = metrics.get("logprobs", own.get("logp"))
+            before = [token for ids, _, _ in found for token in ids]
+            assert metrics["prompt_token_ids"] == before
+            assert metrics["prompt_tokens"] == len(before)
+            assert metrics["completion_tokens"] == len(metrics["completion_token_ids"])
+            found.append((metrics["completion_token_ids"], step["extra"] | own, logp))
+        for result in step.get("observation", {"results": ()})["results"]:
+            own = result["extra"]
+            found.append((own["token_ids"], own, own.get("logp")))
+    return found
+
+
+def rebuilt(trajectory: Mapping[str, Any]) -> Rollout:
+    """The rollout that a trajectory was made of, from nothing else."""
+    columns: dict[str, list[Any]] = {name: [] for name in TYPES}
+    for ids, own, logp in pieces(trajectory):
+        count = len(ids)
+        index = own.get("version_index", [None] * count)
+        columns["tokens"] += ids
+        columns["kind"] += [KINDS.index(own["kind"])] * count
+        columns["step"] += [own["step"]] * count
+        columns["logp"] += logp or [0.0] * count
+        columns["version_index"] += [NOT_SAMPLED if one is None else one for one in index]
+        columns["temperature"] += own.get("temperature", [1.0] * count)
+    header = dict(trajectory["extra"])
+    header["versions"] = [
+        (one["epoch"], one["step"], one["digest"]) for one in header.pop("versions")
+    ]
+    header["facts"] = read_facts(header["facts"])
+    arrays = {name: np.array(columns[name], dtype) for name, dtype in TYPES.items()}
+    return Rollout.from_header(header, arrays)

@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from jaxrl.pool import atif
 from jaxrl.pool.published_tokenizer import PublishedTokenizer
-from jaxrl.pool.records import read_facts
 from jaxrl.pool.rollout import (
     ACTION,
     FEEDBACK,
@@ -27,7 +26,7 @@ from jaxrl.pool.rollout import (
     Version,
 )
 from tests.pool import templates
-from tests.pool.atif_schema import SCHEMA, check
+from tests.pool.atif_schema import SCHEMA, check, pieces, rebuilt
 from tests.pool.checkpoints import byte_level, write
 from tests.pool.samples import rollouts, same, sample
 from tests.pool.scripted import EOS, Letters, Scripted
@@ -42,48 +41,6 @@ def told(branches: Sequence[Rollout], reader: atif.Reader | None = LETTERS) -> d
     found = json.loads(json.dumps(atif.document(branches, AGENT, reader), allow_nan=False))
     check(found)
     return found
-
-
-def pieces(trajectory: Mapping[str, Any]) -> list[tuple[list[int], Mapping[str, Any], Any]]:
-    """Ids of each step and result in order, what is said of them, and their log-probs."""
-    found = []
-    for step in trajectory["steps"]:
-        metrics = step.get("metrics")
-        if metrics is None:
-            found.append((step["extra"]["token_ids"], step["extra"], step["extra"].get("logp")))
-        else:
-            own = metrics.get("extra", {})
-            logp = metrics.get("logprobs", own.get("logp"))
-            before = [token for ids, _, _ in found for token in ids]
-            assert metrics["prompt_token_ids"] == before
-            assert metrics["prompt_tokens"] == len(before)
-            assert metrics["completion_tokens"] == len(metrics["completion_token_ids"])
-            found.append((metrics["completion_token_ids"], step["extra"] | own, logp))
-        for result in step.get("observation", {"results": ()})["results"]:
-            own = result["extra"]
-            found.append((own["token_ids"], own, own.get("logp")))
-    return found
-
-
-def rebuilt(trajectory: Mapping[str, Any]) -> Rollout:
-    """The rollout that a trajectory was made of, from nothing else."""
-    columns: dict[str, list[Any]] = {name: [] for name in TYPES}
-    for ids, own, logp in pieces(trajectory):
-        count = len(ids)
-        index = own.get("version_index", [None] * count)
-        columns["tokens"] += ids
-        columns["kind"] += [atif.KINDS.index(own["kind"])] * count
-        columns["step"] += [own["step"]] * count
-        columns["logp"] += logp or [0.0] * count
-        columns["version_index"] += [NOT_SAMPLED if one is None else one for one in index]
-        columns["temperature"] += own.get("temperature", [1.0] * count)
-    header = dict(trajectory["extra"])
-    header["versions"] = [
-        (one["epoch"], one["step"], one["digest"]) for one in header.pop("versions")
-    ]
-    header["facts"] = read_facts(header["facts"])
-    arrays = {name: np.array(columns[name], dtype) for name, dtype in TYPES.items()}
-    return Rollout.from_header(header, arrays)
 
 
 @settings(deadline=None)
