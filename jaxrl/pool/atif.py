@@ -25,8 +25,8 @@ Not in records, so not told: times of single steps, definitions of tools (a temp
 into the prompt's text), the ids that an agent was shown for its tool calls. Several results of one
 step are one observation: where one ends is not recorded.
 
-Source: Harbor, docs/rfcs/0001-trajectory-format.md, as its package 0.26.0 checks documents
-(harbor/models/trajectories, which take versions 1.0 to 1.8).
+Source: the models of Harbor's package 0.26.0 (harbor/models/trajectories), which take versions 1.0
+to 1.8 and say what each added; the format itself is Harbor's docs/rfcs/0001-trajectory-format.md.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """What a document of the Agent Trajectory Interchange Format is: a JSON schema, and the rules that
 no schema can say. And the way back from one of ours to its rollout.
 
-Written from the format's facts as Harbor states them: docs/rfcs/0001-trajectory-format.md, and the
-models of its package 0.26.0 (harbor/models/trajectories), without what versions after 1.7 added.
+Written from the facts of the format that the models of Harbor's package 0.26.0 state
+(harbor/models/trajectories), without what they say that version 1.8 added.
 """
 
 from collections.abc import Mapping
