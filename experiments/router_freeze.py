@@ -4,8 +4,9 @@ Look at: router/cv, router/cold (loads), router/drift (from the recorded routes)
 router/agreement and sampler/gap_mean (sampler against trainer); held-out avg@4 at the end.
 Expect: a free router drifts and loses balance, the faster it learns the more; frozen, it still
 changes its mind as the states before it move; replaying narrows the gap, whoever moves.
-Arms: free and frozen routers, free and replayed routes, at two rates of the whole model; and free
-routers that alone learn 30 times faster. router_freeze_gvpo.py has them under GVPO.
+Arms: free and frozen routers, free and replayed routes, at two rates of the whole model (at 3e-3
+the policy itself is lost, whatever the routes); and free routers that alone learn 30 times faster.
+router_freeze_gvpo.py has them under GVPO.
 
 To see whether what a free run lost is its routers', put those of the warm start back once it ended,
 and measure (the summary's ``held_out.before``; the steps taken do not matter):
@@ -25,17 +26,17 @@ BASE = "configs/router.py"
 
 def sweep() -> list[dict[str, object]]:
     """Overrides of each run."""
-    arms: list[dict[str, object]] = [
+    plain = [
         {
             "phases.grpo.optimizer.freeze": freeze,
             "phases.grpo.train.routes": routes,
             "optimizer.learning_rate": rate,
         }
+        for rate in (3e-4, 1e-3)
         for freeze in ((), ("router/",))
         for routes in ("free", "replayed")
-        for rate in (3e-4, 3e-3)
     ]
-    arms += [
+    fast = [
         {
             "phases.grpo.optimizer.rates": (("router/", 30.0),),
             "phases.grpo.train.routes": routes,
@@ -43,5 +44,6 @@ def sweep() -> list[dict[str, object]]:
         }
         for routes in ("free", "replayed")
     ]
+    arms: list[dict[str, object]] = [*fast, *plain]
     # A whole seed first, so that a sweep that is cut short compares all arms.
     return [arm | {"seed": seed} for seed in (0, 1, 2) for arm in arms]
