@@ -68,10 +68,13 @@ class Openings:
     ) -> OpenGroup | None:
         """The next usable prompt of a universe that is not full; None at the end of the data, or
         where all that may be drawn now is of full ones. PoolError if a whole epoch has none."""
-        for _ in range(len(self._tasks) + 1):
+        passed = 0  # without those that were due: they may be what nobody could use before
+        while passed <= len(self._tasks):
+            due = len(self._due)
             number = self._next(counts, full)
             if number is None:
                 return None
+            passed += len(self._due) >= due
             task, facts = self._of(number)
             self._drawn.pop(number, None)
             prompts = prompt_ids(self._source, self._tokenizer, task, self._samples)
@@ -95,6 +98,8 @@ class Openings:
                 )
             counts[refused] += 1
             self._gone.add(number)
+        if full:
+            return None  # those of the full universes may be usable
         raise PoolError(
             f"none of {len(self._tasks)} prompts can be used "
             f"(max_prompt_tokens={self._max_prompt_tokens}): {dict(counts)}"
@@ -143,13 +148,14 @@ class Openings:
     def follow(self, consumed: Ranges, held: set[int], next_id: int) -> None:
         """Go on with a ledger that holds these live groups: what it should have besides is drawn
         again, under the same numbers, and what was deferred waits on."""
+        # Also those after the checkpoint: what was deferred since, only this process knew.
+        self._position = max(self._position, next_id)
         self._due = [
             number
             for number in consumed.gaps(self._position)
             if number not in held and number not in self._gone
         ]
         self._drawn = {number: self._drawn[number] for number in self._due if number in self._drawn}
-        self._position = max(self._position, next_id)
 
     def state(self) -> dict[str, Any]:
         """JSON-able."""

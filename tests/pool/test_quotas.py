@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.pool.contract import PoolError
 from jaxrl.pool.durations import KEPT, Durations
 from jaxrl.pool.ledger import GroupState, Live
 from jaxrl.pool.openings import Openings
@@ -110,6 +111,51 @@ def test_nothing_is_drawn_twice_or_lost_and_resuming_changes_nothing(turns, at):
     while (found := drawn(one)) is not None:
         opened.append(found)
     assert one.ended and sorted(opened) == in_turn(source, 30)
+
+
+@given(st.lists(st.sets(st.sampled_from("abc")), max_size=40), st.integers(0, 30))
+def test_what_was_deferred_after_the_checkpoint_is_drawn_after_a_crash(turns, at):
+    """The ledger is ahead of the checkpoint, which knows nothing of what was deferred since."""
+    source = Worlds(a=5, b=5, c=5)
+    one = openings(source, epochs=2)
+    state, opened = one.state(), list[tuple[int, str]]()
+    for turn, full in enumerate(turns):
+        state = json.loads(json.dumps(one.state())) if turn == at else state
+        if (found := drawn(one, full)) is not None:
+            opened.append(found)
+    resumed = openings(source, epochs=2)
+    resumed.restore(state)
+    held = {number for number, _ in opened}
+    resumed.follow(Ranges(), held, max(held, default=-1) + 1)
+    while (found := drawn(resumed)) is not None:
+        opened.append(found)
+    assert sorted(opened) == in_turn(source, 30)
+
+
+class Lengthy(Worlds):
+    """The prompts of ``a`` are too long."""
+
+    def _named(self, n: int, name: str) -> Task:
+        task = super()._named(n, name)
+        return dataclasses.replace(task, prompt="9" * 17) if name == "a" else task
+
+
+def test_what_nobody_could_use_since_the_checkpoint_is_passed_over_again():
+    source = Lengthy(a=4, b=4)
+    made, resumed = openings(source), openings(source)
+    resumed.restore(json.loads(json.dumps(made.state())))
+    held = {found[0] for _ in range(20) if (found := drawn(made))}
+    resumed.follow(Ranges(), held, max(held) + 1)
+    assert drawn(resumed) == drawn(made)
+
+
+def test_a_universe_without_a_usable_prompt_does_not_hide_one_that_is_full():
+    """Its prompts are passed over as often as there are, while those of the other wait."""
+    made = openings(Lengthy(a=3, b=3))
+    assert drawn(made, {"b"}) is None
+    assert drawn(made) is not None
+    with pytest.raises(PoolError, match="none of 3 prompts can be used"):
+        drawn(openings(Lengthy(a=3)))
 
 
 def test_a_deferred_draw_stays_what_it_was_though_probabilities_move():
