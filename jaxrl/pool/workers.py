@@ -255,7 +255,15 @@ class Worker:
     # -- an agent
 
     def _played(self, lease: Mapping[str, Any]) -> None:
-        """One attempt of an agent, from its environment to its seal."""
+        """One attempt of an agent; nothing where the sample went to another one meanwhile."""
+        try:
+            self._play(lease)
+        except Refused as refusal:
+            if refusal.status != 403:
+                raise
+
+    def _play(self, lease: Mapping[str, Any]) -> None:
+        """From its environment to its seal. Refused (403) where it may not act any more."""
         token = lease["token"]
         try:
             answered = self._asked_agent(lease)

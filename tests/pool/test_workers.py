@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxrl.pool.rollout import ACTION, Failure, StopReason
-from jaxrl.pool.workers import GatewayLost, Refused, Work, Worker, from_run, load_agent
+from jaxrl.pool.workers import AttemptFailed, GatewayLost, Refused, Work, Worker, from_run, load_agent
 from tests.pool import agents
 from tests.pool.scripted import Scripted, Sums, answer_of
 from tests.pool.serving import KEY, Place, gateway
@@ -135,6 +135,29 @@ def test_a_second_attempt_has_a_token_of_its_own_and_repeats_the_sample(place):
     assert len(set(agents.MET)) == 2
     (rollout,) = place.sealed(0)
     assert rollout.attempt == 1 and rollout.reward == 1.0
+
+
+@pytest.mark.parametrize("end", [None, RuntimeError("x"), AttemptFailed(Failure.JUDGE, "x")])
+def test_a_worker_goes_on_where_an_attempt_was_given_back_between_two_calls(end, place):
+    """The agent does not notice; the worker does, when it asks what was said."""
+    open_sums(place, 3, 4)
+
+    def agent(base_url: str, key: str, task: Any) -> None:
+        agents.plain(base_url, key, task)
+        if key == first:
+            place.ledger.cancel([key], "pressure")
+            if end is not None:
+                raise end
+
+    worker = worker_of(place, most=1)
+    worker._agent = agent
+    (lease,) = place.work("lease", {"owner": "test", "most": 1}).json()["leases"]
+    first = lease["token"]
+    worker._played(lease)
+    assert place.ledger.counts()["slots_pending"] == 2
+    assert worker.once() == worker.once() == 1
+    assert [rollout.attempt for rollout in (place.sealed(0)[0], place.sealed(1)[0])] == [1, 0]
+    assert "retried" not in place.ledger.counts()
 
 
 def test_an_agent_that_fills_the_context_is_a_result_of_the_policy(place):
