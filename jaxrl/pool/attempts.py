@@ -166,7 +166,11 @@ class Attempts:
 
     async def attempt(self, token: str) -> Attempt:
         """The attempt of a token that may act; read from the spool if it is not in memory."""
-        lease = await self._asked(self._ledger.find, token)
+        try:
+            lease = await self._asked(self._ledger.find, token)
+        except LedgerRefusal:
+            self.entrance.ended([token])
+            raise
         return self._hold(lease)
 
     async def begin(
@@ -379,13 +383,17 @@ class Attempts:
     async def fail(self, token: str, failure: Failure, reason: str) -> None:
         """The attempt ended without a result; it never becomes a reward. One that was told to come
         again, and did not, is given back: that is nobody's failure."""
-        if token in self._turned and failure is Failure.INFRA:
-            (refusal,) = await self._asked(self._ledger.cancel, [token], "busy")
-            if refusal:
-                raise refusal
-        else:
-            await self._asked(self._ledger.fail, token, failure, reason)
-            self.counts[f"failed_{failure.value}"] += 1
+        try:
+            if token in self._turned and failure is Failure.INFRA:
+                (refusal,) = await self._asked(self._ledger.cancel, [token], "busy")
+                if refusal:
+                    raise refusal
+            else:
+                await self._asked(self._ledger.fail, token, failure, reason)
+                self.counts[f"failed_{failure.value}"] += 1
+        except LedgerRefusal:
+            self._forget([token])
+            raise
         self.bell.ring()  # it may be attempted again
         self._forget([token])
 
@@ -393,10 +401,9 @@ class Attempts:
         """Give attempts back, and end what servers generate for them. What was sealed meanwhile
         stays so."""
         told = await self._asked(self._ledger.cancel, tokens, "pressure")
-        gone = [token for token, refusal in zip(tokens, told, strict=True) if not refusal]
-        self._answers.abandon(gone)
-        self._forget(gone)
-        self.counts["cancelled_pressure"] += len(gone)
+        self._answers.abandon(tokens)  # what is refused has ended, too
+        self._forget(tokens)
+        self.counts["cancelled_pressure"] += told.count(None)
         self.bell.ring()  # their samples wait again
 
     def _forget(self, tokens: Sequence[str]) -> None:

@@ -83,6 +83,26 @@ def test_a_worker_that_died_takes_up_no_room_after_its_lease(tmp_path):
         assert dead["token"] != next_one["token"] and told(place)["under_way"] == 1
 
 
+@pytest.mark.parametrize("end", ["fail", "state", "cut"])
+def test_an_attempt_whose_group_is_not_wanted_takes_up_no_room_once_that_is_told(tmp_path, end):
+    engine, admission = Stamping(), Admission(1, 9, 2, MARKS)
+    with gateway(tmp_path, engine, admission=admission) as place:
+        open_sums(place, 2, 1)
+        token = leased(place)[1]["token"]
+        place.ledger.void(1, "filtered")
+        if end == "fail":
+            failed = {"token": token, "failure": "env", "reason": "x"}
+            (result,) = place.work("fail", {"attempts": [failed]}).json()["results"]
+            assert (result["status"], result["code"]) == (403, "void")
+        elif end == "state":
+            assert place.work("state", {"token": token}).status_code == 403
+        else:
+            engine.told = [Pressure(0.95, 0, 0)]
+            asyncio.run(place.attempts.entrance.look())
+            assert told(place)["cut"] == 1 and "cancelled_pressure" not in place.ledger.counts()
+        assert told(place)["under_way"] == 1
+
+
 def test_a_gateway_that_is_started_again_learns_what_is_under_way(tmp_path):
     with gateway(tmp_path, Scripted(answer_of)) as place:
         open_sums(place, 2, 2)
