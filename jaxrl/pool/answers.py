@@ -72,6 +72,7 @@ class Attempt:
     started: bool = False
     full: bool = False  # its last request did not fit into the context
     visits: bool = False  # evaluation: of no sample, kept nowhere
+    given_back: bool = False  # nobody will take what it comes to
     generate_s: float = 0.0
     said: tuple[Turn, int] | None = None  # its only call, while it stands in columns
 
@@ -149,13 +150,27 @@ class Answers:
     async def sampled(
         self, requests: Sequence[Request], attempts: Sequence[Attempt]
     ) -> list[Sampled | Exception]:
-        """An answer to each, of weights that are young enough for all of them."""
+        """An answer to each, of weights that are young enough for all of them. Nobody is asked for
+        those that were given back while they waited."""
         if not requests:
             return []
         try:
             await self._young(oldest_of(attempts))
         except EngineError as error:
             return [error] * len(requests)
+        if not any([one.given_back for one in attempts]):
+            return await self._generated(requests, attempts)
+        pairs = zip(requests, attempts, strict=True)
+        kept = [(request, one) for request, one in pairs if not one.given_back]
+        told = iter(await self._generated([one for one, _ in kept], [one for _, one in kept]))
+        return [_given_back() if one.given_back else next(told) for one in attempts]
+
+    async def _generated(
+        self, requests: Sequence[Request], attempts: Sequence[Attempt]
+    ) -> list[Sampled | Exception]:
+        """An answer to each, which ends early where its attempt is given back."""
+        if not requests:
+            return []
         if isinstance(self._engine, Batching):  # what a batch has begun it ends
             return await self._engine.generate_all(requests)
         calls = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
@@ -310,10 +325,14 @@ class Answers:
         return sampled.tokens[:count], shown, StopReason.STOP
 
 
+def _given_back() -> LedgerRefusal:
+    return LedgerRefusal("cancelled", "the engines were overloaded; it is attempted again")
+
+
 def _ended(told: Sampled | BaseException) -> Sampled | Exception:
     """How a call ended; one that was abandoned is of an attempt that was given back."""
     if isinstance(told, asyncio.CancelledError):
-        return LedgerRefusal("cancelled", "the engines were overloaded; it is attempted again")
+        return _given_back()
     if isinstance(told, Sampled | Exception):
         return told
     raise told

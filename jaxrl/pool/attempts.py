@@ -401,7 +401,10 @@ class Attempts:
         """Give attempts back, and end what servers generate for them. What was sealed meanwhile
         stays so."""
         told = await self._asked(self._ledger.cancel, tokens, "pressure")
-        self._answers.abandon(tokens)  # what is refused has ended, too
+        for token in tokens:  # what is refused has ended, too
+            if (known := self._held.get(token)) is not None:
+                known.given_back = True
+        self._answers.abandon(tokens)
         self._forget(tokens)
         self.counts["cancelled_pressure"] += told.count(None)
         self.bell.ring()  # their samples wait again

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from jaxrl.pool.admission import Admission, Marks
 from jaxrl.pool.announced import CURRENT, announce
 from jaxrl.pool.contract import Request
-from jaxrl.pool.engines import EngineError
+from jaxrl.pool.engines import EngineError, Sampled
 from jaxrl.pool.pressure import Pressure
 from jaxrl.pool.rollout import Version
 from jaxrl.pool.servers import VllmServer
@@ -375,6 +375,45 @@ def test_a_burst_of_preemptions_gives_the_youngest_groups_back_and_nothing_is_lo
                 str(p.relative_to(place.spool.root)) for p in place.spool.root.rglob("*.rollouts")
             }
             assert files == set(held)  # and nothing else was written
+
+
+class Slow(Stamping):
+    """Answers when it is told to, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.asked = threading.Event(), list[int]()
+
+    async def generate(self, request: Request) -> Sampled:
+        self.asked.append(request.group)
+        await asyncio.to_thread(self.go.wait, 60)
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("waits", ["for room", "for weights"])
+def test_what_is_given_back_before_an_engine_was_asked_is_never_asked_for(tmp_path, waits):
+    """One of two waits until the other one is answered, or both for weights."""
+    engine, admission = Slow(), Admission(1, 9, 2, MARKS)
+    room = 1 if waits == "for room" else 2
+    with gateway(
+        tmp_path, engine, version=None, admission=admission, follows=True, under_way=room
+    ) as place:
+        engine.version = FIRST if waits == "for room" else None
+        open_sums(place, 2, 1)
+        body = {"tokens": [lease["token"] for lease in leased(place)]}
+        answers: list[dict[str, Any]] = []
+        asking = threading.Thread(
+            target=lambda: answers.extend(place.work("generate", body).json()["answers"])
+        )
+        asking.start()
+        until(lambda: place.attempts._room.full and bool(engine.asked) == (room == 1))
+        engine.told = [Pressure(0.95, 0, 0)]
+        until(lambda: told(place).get("cancelled_pressure") == 1)
+        engine.version = FIRST
+        engine.go.set()
+        asking.join(60)
+        assert [one.get("code") for one in answers] == [None, "cancelled"]
+        assert engine.asked == [0]
 
 
 def test_an_engine_that_tells_nothing_leaves_the_limit_and_is_counted(tmp_path):
