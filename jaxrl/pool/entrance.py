@@ -141,6 +141,8 @@ class Entrance:
     async def look(self) -> Move:
         """Ask the engine how it is, move the limit, and end what is too much."""
         told = await self._engine.pressure()
+        if self._loads:  # begun meanwhile
+            return Move.HELD
         self._forget_late()
         move = self.admission.look(told, len(self._lent), self._most)
         self._most = len(self._lent)

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from jaxrl.pool.admission import Admission, Marks
+from jaxrl.pool.admission import Admission, Marks, Move
 from jaxrl.pool.announced import CURRENT, announce
 from jaxrl.pool.contract import Request
 from jaxrl.pool.engines import EngineError, Sampled
+from jaxrl.pool.entrance import Entrance
+from jaxrl.pool.order import Bell
 from jaxrl.pool.pressure import Pressure
 from jaxrl.pool.rollout import Version
 from jaxrl.pool.servers import VllmServer
@@ -241,6 +243,36 @@ def test_an_engine_that_is_idle_for_a_load_lets_no_limit_grow(tmp_path):
         assert told(place)["limit"] == 2 and told(place)["kv_usage"] == 0.75
         engine.go.set()
         until(lambda: told(place)["limit"] > 2)
+
+
+def test_an_engine_that_began_to_load_while_it_was_asked_lets_no_limit_grow():
+    async def scene() -> tuple[Move, int]:
+        asked, said = asyncio.Event(), asyncio.Event()
+
+        class Late(Stamping):
+            async def pressure(self) -> list[Pressure | None]:
+                asked.set()
+                await said.wait()
+                return [Pressure(0.0, 0, 0)]
+
+            async def load(self, version: Version, path: str) -> None:
+                await asyncio.Event().wait()
+
+        async def cancel(tokens: Sequence[str]) -> None:
+            raise AssertionError(tokens)
+
+        entrance = Entrance(Admission(1, 9, 4, MARKS), Late(), Bell(), 30.0, cancel)
+        looking = asyncio.create_task(entrance.look())
+        await asked.wait()
+        entrance._most = 4  # so many were under way
+        load = asyncio.create_task(entrance.load(FIRST, "nowhere"))
+        await asyncio.sleep(0)
+        said.set()
+        move = await looking
+        load.cancel()
+        return move, entrance.admission.limit
+
+    assert asyncio.run(scene()) == (Move.HELD, 4)
 
 
 def test_a_load_that_takes_too_long_is_told_to_those_who_wait(tmp_path):
