@@ -37,10 +37,12 @@ class Curves:
         """What a gateway tells, by ``gateway_<name>``; nothing of what it does not tell. One that
         was started again counts from 0."""
         found = {f"gateway_{name}": float(told[name]) for name in NOW if name in told}
+        before = self._gateway
+        if any(told[name] < before.get(name, 0.0) for name in GROWN if name in told):
+            before = {}
         for name, short in GROWN.items():
             if name in told:
-                more = told[name] - self._gateway.get(name, 0.0)
-                found[f"gateway_{short}"] = max(more, 0.0)
+                found[f"gateway_{short}"] = float(told[name] - before.get(name, 0.0))
         if found:
             self._gateway = told
         return found
