@@ -22,6 +22,10 @@ from jaxrl.pool.rollout import StopReason, Version
 
 LOOK_TIMEOUT_S = 5.0  # of a question how a server is
 
+# Connections: the gateway bounds its answers itself, and each has one while it is generated. With
+# the client's own bound (100), others would wait for it, and so would the question for the load.
+UNBOUNDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+
 # A directory of a published version -> one that the server reads, and its digest is checked before.
 Convert = Callable[[str], str]
 
@@ -52,7 +56,9 @@ class Server:
 
     def __init__(self, url: str, *, timeout_s: float, convert: Convert, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx2.AsyncClient(base_url=url, timeout=timeout_s, headers=headers)
+        self._client = httpx2.AsyncClient(
+            base_url=url, timeout=timeout_s, headers=headers, limits=UNBOUNDED
+        )
         self._convert = convert
         self._version: Version | None = None
         self._under_way, self._answers = 0, 0

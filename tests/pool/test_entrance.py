@@ -409,6 +409,31 @@ def test_a_burst_of_preemptions_gives_the_youngest_groups_back_and_nothing_is_lo
             assert files == set(held)  # and nothing else was written
 
 
+def test_a_server_that_answers_many_at_once_still_tells_its_load(tmp_path):
+    """More than a client's default of connections, of which each answer holds one."""
+    many, server = 130, Vllm()
+    version, path = weights(tmp_path, 0)
+    prompt = Letters().prompt("1+1=")
+
+    async def scene(url: str) -> list[Pressure | None]:
+        engine = VllmServer(url, timeout_s=60, convert=str)
+        await engine.load(version, path)
+        calls = [asyncio.create_task(engine.generate(_request(prompt))) for _ in range(many)]
+        told: list[Pressure | None] = []
+        end = time.monotonic() + 60
+        while told != [Pressure(0.01 * many, 0, 0)] and time.monotonic() < end:
+            told = await engine.pressure()
+            if None in told:
+                break
+        server.go = True
+        assert len(await asyncio.gather(*calls)) == many
+        await engine.close()
+        return told
+
+    with serving(server.app()) as url:
+        assert asyncio.run(scene(url)) == [Pressure(0.01 * many, 0, 0)]
+
+
 class Slow(Stamping):
     """Answers when it is told to, and counts what it is asked."""
 
