@@ -35,9 +35,10 @@ class Openings:
         min_group: int,
         epochs: int,
         quotas: Sequence[tuple[str, float]] = (),
+        universes: Collection[str] = (),  # of other shards; quotas may be theirs
     ) -> None:
         self.draws = Draws(tasks, seed)
-        self.quotas = Quotas(quotas, {task.source for task in tasks})
+        self.quotas = Quotas(quotas, {*universes, *(task.source for task in tasks)})
         self._durations = Durations()
         self._timed: set[int] = set()  # live groups whose duration is learnt
         self._by_key = {task.key: task for task in tasks}

@@ -125,7 +125,8 @@ class RemotePool:
         shard: tuple[int, int] = (0, 1),
         helpers: Helpers | None = None,
     ) -> None:
-        self._tasks = tasks = of_shard(source.tasks(split), shard)
+        everything = source.tasks(split)
+        self._tasks = tasks = of_shard(everything, shard)
         if not tasks:
             raise ValueError(f"no {split!r} task in shard {shard}; allowed: at least one")
         self._ledger, self._spool, self._folder = ledger, spool, pathlib.Path(folder)
@@ -142,6 +143,7 @@ class RemotePool:
             min_group=rules.min_group,
             epochs=epochs,
             quotas=rules.quotas,
+            universes={task.source for task in everything},
         )
         self._fitting = Fitting(
             ledger,

@@ -70,6 +70,16 @@ def test_a_pattern_that_matches_nothing_is_refused():
         Quotas((("math", 0.5), ("cod", 0.5)), {"math"})
 
 
+def test_a_shard_without_tasks_of_a_universe_takes_its_quota(tmp_path):
+    """All trainers of a run have the same config."""
+    quotas = (("rare", 0.5), ("common", 0.5))
+    for shard in range(4):
+        source = Worlds(rare=1, common=30)
+        remote_pool(tmp_path / f"{shard}", source, shard=(shard, 4), quotas=quotas).close()
+    with pytest.raises(ValueError, match="'none' is the first to match no universe"):
+        remote_pool(tmp_path / "4", source, shard=(0, 4), quotas=(("none", 0.5),))
+
+
 # -- deferring
 
 

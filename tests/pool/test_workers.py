@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from jaxrl.pool.rollout import ACTION, Failure, StopReason
-from jaxrl.pool.workers import AttemptFailed, GatewayLost, Refused, Work, Worker, from_run, load_agent
+from jaxrl.pool.workers import (
+    AttemptFailed,
+    GatewayLost,
+    Refused,
+    Work,
+    Worker,
+    from_run,
+    load_agent,
+)
 from tests.pool import agents
 from tests.pool.scripted import Scripted, Sums, answer_of
 from tests.pool.serving import KEY, Place, gateway
