@@ -382,9 +382,10 @@ class Attempts:
 
     async def fail(self, token: str, failure: Failure, reason: str) -> None:
         """The attempt ended without a result; it never becomes a reward. One that was told to come
-        again, and did not, is given back: that is nobody's failure."""
+        again, and did not, is given back: that is nobody's failure, though a worker that cannot
+        read its agent's error takes it for the environment's."""
         try:
-            if token in self._turned and failure is Failure.INFRA:
+            if token in self._turned and failure in (Failure.INFRA, Failure.ENV):
                 (refusal,) = await self._asked(self._ledger.cancel, [token], "busy")
                 if refusal:
                     raise refusal

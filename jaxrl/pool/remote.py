@@ -125,8 +125,7 @@ class RemotePool:
         shard: tuple[int, int] = (0, 1),
         helpers: Helpers | None = None,
     ) -> None:
-        everything = source.tasks(split)
-        self._tasks = tasks = of_shard(everything, shard)
+        self._tasks = tasks = of_shard(whole := source.tasks(split), shard)
         if not tasks:
             raise ValueError(f"no {split!r} task in shard {shard}; allowed: at least one")
         self._ledger, self._spool, self._folder = ledger, spool, pathlib.Path(folder)
@@ -143,7 +142,7 @@ class RemotePool:
             min_group=rules.min_group,
             epochs=epochs,
             quotas=rules.quotas,
-            universes={task.source for task in everything},
+            universes={task.source for task in whole},
         )
         self._fitting = Fitting(
             ledger,
@@ -163,12 +162,11 @@ class RemotePool:
         # the next step
         self._voids = self._lapsed = self._step = 0
         self._refills: list[int] = []  # generations of groups to be drawn for void ones
-        self._meter = staleness.DropMeter()
+        self._meter, self._curves = staleness.DropMeter(), Curves()
         # the newest version, and the first one of this process
         self._version: Version | None = None
         self._resumed: Version | None = None
         self._covered: list[int] = []  # steps of checkpoints, as they were committed
-        self._curves = Curves()
 
     # -- the contract
 

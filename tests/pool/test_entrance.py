@@ -21,7 +21,7 @@ from starlette.routing import Route
 from jaxrl.pool.admission import Admission, Marks, Move
 from jaxrl.pool.announced import CURRENT, announce
 from jaxrl.pool.contract import Request
-from jaxrl.pool.engines import EngineError, Sampled
+from jaxrl.pool.engines import EngineError
 from jaxrl.pool.entrance import Entrance
 from jaxrl.pool.order import Bell
 from jaxrl.pool.pressure import Pressure
@@ -83,26 +83,6 @@ def test_a_worker_that_died_takes_up_no_room_after_its_lease(tmp_path):
         (dead,) = leased(place)
         (next_one,) = leased(place, wait_s=30)
         assert dead["token"] != next_one["token"] and told(place)["under_way"] == 1
-
-
-@pytest.mark.parametrize("end", ["fail", "state", "cut"])
-def test_an_attempt_whose_group_is_not_wanted_takes_up_no_room_once_that_is_told(tmp_path, end):
-    engine, admission = Stamping(), Admission(1, 9, 2, MARKS)
-    with gateway(tmp_path, engine, admission=admission) as place:
-        open_sums(place, 2, 1)
-        token = leased(place)[1]["token"]
-        place.ledger.void(1, "filtered")
-        if end == "fail":
-            failed = {"token": token, "failure": "env", "reason": "x"}
-            (result,) = place.work("fail", {"attempts": [failed]}).json()["results"]
-            assert (result["status"], result["code"]) == (403, "void")
-        elif end == "state":
-            assert place.work("state", {"token": token}).status_code == 403
-        else:
-            engine.told = [Pressure(0.95, 0, 0)]
-            asyncio.run(place.attempts.entrance.look())
-            assert told(place)["cut"] == 1 and "cancelled_pressure" not in place.ledger.counts()
-        assert told(place)["under_way"] == 1
 
 
 def test_a_gateway_that_is_started_again_learns_what_is_under_way(tmp_path):
@@ -325,7 +305,7 @@ class Vllm(Replayed):
                 await asyncio.sleep(0.005)
         finally:
             self.running -= 1
-        ids = [*Letters().encode(answer_of(_request(body["prompt"]))), EOS]
+        ids = [*Letters().encode(answer_of(request_of(body["prompt"]))), EOS]
         choice = {
             "text": Letters().decode(ids),
             "logprobs": {"token_logprobs": [-0.5] * len(ids)},
@@ -335,7 +315,7 @@ class Vllm(Replayed):
         return JSONResponse({"choices": [choice]})
 
 
-def _request(prompt: list[int]) -> Request:
+def request_of(prompt: list[int]) -> Request:
     return Request(prompt, 0, 0, 1.0, 8, frozenset({EOS}))
 
 
@@ -407,70 +387,6 @@ def test_a_burst_of_preemptions_gives_the_youngest_groups_back_and_nothing_is_lo
                 str(p.relative_to(place.spool.root)) for p in place.spool.root.rglob("*.rollouts")
             }
             assert files == set(held)  # and nothing else was written
-
-
-def test_a_server_that_answers_many_at_once_still_tells_its_load(tmp_path):
-    """More than a client's default of connections, of which each answer holds one."""
-    many, server = 130, Vllm()
-    version, path = weights(tmp_path, 0)
-    prompt = Letters().prompt("1+1=")
-
-    async def scene(url: str) -> list[Pressure | None]:
-        engine = VllmServer(url, timeout_s=60, convert=str)
-        await engine.load(version, path)
-        calls = [asyncio.create_task(engine.generate(_request(prompt))) for _ in range(many)]
-        told: list[Pressure | None] = []
-        end = time.monotonic() + 60
-        while told != [Pressure(0.01 * many, 0, 0)] and time.monotonic() < end:
-            told = await engine.pressure()
-            if None in told:
-                break
-        server.go = True
-        assert len(await asyncio.gather(*calls)) == many
-        await engine.close()
-        return told
-
-    with serving(server.app()) as url:
-        assert asyncio.run(scene(url)) == [Pressure(0.01 * many, 0, 0)]
-
-
-class Slow(Stamping):
-    """Answers when it is told to, and counts what it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go, self.asked = threading.Event(), list[int]()
-
-    async def generate(self, request: Request) -> Sampled:
-        self.asked.append(request.group)
-        await asyncio.to_thread(self.go.wait, 60)
-        return await super().generate(request)
-
-
-@pytest.mark.parametrize("waits", ["for room", "for weights"])
-def test_what_is_given_back_before_an_engine_was_asked_is_never_asked_for(tmp_path, waits):
-    """One of two waits until the other one is answered, or both for weights."""
-    engine, admission = Slow(), Admission(1, 9, 2, MARKS)
-    room = 1 if waits == "for room" else 2
-    with gateway(
-        tmp_path, engine, version=None, admission=admission, follows=True, under_way=room
-    ) as place:
-        engine.version = FIRST if waits == "for room" else None
-        open_sums(place, 2, 1)
-        body = {"tokens": [lease["token"] for lease in leased(place)]}
-        answers: list[dict[str, Any]] = []
-        asking = threading.Thread(
-            target=lambda: answers.extend(place.work("generate", body).json()["answers"])
-        )
-        asking.start()
-        until(lambda: place.attempts._room.full and bool(engine.asked) == (room == 1))
-        engine.told = [Pressure(0.95, 0, 0)]
-        until(lambda: told(place).get("cancelled_pressure") == 1)
-        engine.version = FIRST
-        engine.go.set()
-        asking.join(60)
-        assert [one.get("code") for one in answers] == [None, "cancelled"]
-        assert engine.asked == [0]
 
 
 def test_an_engine_that_tells_nothing_leaves_the_limit_and_is_counted(tmp_path):
