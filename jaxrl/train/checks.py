@@ -40,6 +40,22 @@ def ladder(section: str, record: Any, field: str) -> None:
         raise ValueError(f"{section}.{field}={value!r}; allowed: increasing positive lengths")
 
 
+def admission(pool: Any) -> None:
+    """How much of a remote pool may be under way."""
+    one_of("pool", pool, "admission", ("auto", "aimd", "fixed"))
+    marks = tuple(pool.usage_marks)
+    if len(marks) != 3 or not 0 < marks[0] <= marks[1] <= marks[2] <= 1:
+        raise ValueError(
+            f"pool.usage_marks={marks}; allowed: target, trim and hard, increasing, in (0, 1]"
+        )
+    if pool.under_way and pool.under_way < pool.rollouts_per_group:
+        raise ValueError(
+            f"pool.under_way={pool.under_way!r}; allowed: 0 (no bound), or at least "
+            f"pool.rollouts_per_group={pool.rollouts_per_group}"
+        )
+    shares(pool.quotas)
+
+
 def shares(quotas: Any) -> None:
     """Pairs of a regular expression and a share, of ``pool.quotas``."""
     allowed = "allowed: pairs of a regular expression and a share in (0, 1]"

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.model import form
 from jaxrl.model.form import ModelConfig
-from jaxrl.train.checks import TOKENIZERS, at_least, ladder, named_tokenizer, one_of, shares
+from jaxrl.train.checks import TOKENIZERS, admission, at_least, ladder, named_tokenizer, one_of
 from jaxrl.train.curriculum import CurriculumConfig
 from jaxrl.train.optimizer import OptimizerConfig
 from jaxrl.train.packing import PackingConfig
@@ -142,7 +142,7 @@ class PoolConfig:
         at_least("pool", self, "lease_s", "poll_s", least=1e-3)
         if self.ledger != "sqlite" and not self.ledger.startswith("postgresql://"):
             raise ValueError(f"pool.ledger={self.ledger!r}; allowed: 'sqlite', or postgresql://...")
-        self._check_admission()
+        admission(self)
         kind, _, urls = self.engine.partition(":")
         if kind not in ENGINES or bool(urls) != (kind != "sampler"):
             raise ValueError(
@@ -160,21 +160,6 @@ class PoolConfig:
                 f"pool.publish_every_steps={every!r}; allowed with pool.kind='remote': 1 to "
                 f"pool.staleness + 1 = {self.staleness + 1} (else no sample is young enough)"
             )
-
-    def _check_admission(self) -> None:
-        """How much of it may be under way."""
-        one_of("pool", self, "admission", ("auto", "aimd", "fixed"))
-        marks = tuple(self.usage_marks)
-        if len(marks) != 3 or not 0 < marks[0] <= marks[1] <= marks[2] <= 1:
-            raise ValueError(
-                f"pool.usage_marks={marks}; allowed: target, trim and hard, increasing, in (0, 1]"
-            )
-        if self.under_way and self.under_way < self.rollouts_per_group:
-            raise ValueError(
-                f"pool.under_way={self.under_way!r}; allowed: 0 (no bound), or at least "
-                f"pool.rollouts_per_group={self.rollouts_per_group}"
-            )
-        shares(self.quotas)
 
 
 @dataclasses.dataclass(frozen=True)
