@@ -348,9 +348,12 @@ class Leases:
         return found
 
     def _take_back(self, db: Rows, now: float) -> int:
-        taken = 0
-        for row in _late(db, now):
-            db.all("SELECT id FROM rollout_groups WHERE id = ?" + self.FOR_UPDATE, row["grp"])
+        taken, late = 0, _late(db, now)
+        if late and self.FOR_UPDATE:  # all before the first tally: others take them in this order
+            groups = {row["grp"] for row in late}
+            query = f"SELECT id FROM rollout_groups WHERE id IN {_places(groups)} ORDER BY id"
+            db.all(query + self.FOR_UPDATE, *groups)
+        for row in late:
             mine = "SELECT grp FROM slots WHERE grp = ? AND sample = ? AND token = ?"
             slot = (row["grp"], row["sample"], row["token"])
             still = db.all(f"{mine} AND state IN {LENT}", *slot)
@@ -498,8 +501,9 @@ def _places(values: Collection[Any]) -> str:
 
 
 def _tally(db: Rows, told: Sequence[LedgerRefusal | None]) -> list[LedgerRefusal | None]:
-    """Count refusals."""
-    for reason, count in Counter(refusal.reason for refusal in told if refusal).items():
+    """Count refusals, in an order that all have: a tally is locked until the transaction ends."""
+    found = Counter(refusal.reason for refusal in told if refusal)
+    for reason, count in sorted(found.items()):
         tally(db, f"refused_{reason}", count)
     return list(told)
 

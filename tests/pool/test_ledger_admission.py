@@ -6,8 +6,10 @@ import threading
 import pytest
 
 from jaxrl.pool.ledger import GroupState, LedgerRefusal
+from jaxrl.pool.ledger_schema import Rows, tally
 from jaxrl.pool.rollout import Failure, Version
-from tests.pool.ledgers import group, lease_of, refused, sealed
+from tests.pool.ledgers import Place, group, lease_of, refused, sealed
+from tests.pool.serving import until
 
 
 def test_an_attempt_that_is_given_back_costs_nothing_of_the_budget(ledger):
@@ -167,3 +169,29 @@ def test_the_reason_is_that_of_the_attempt_itself(place, ledger, reason):
     ledger.cancel([second.token], "pressure")
     token = {"expired": late, "cancelled": second}[reason].token
     refused(reason, lambda: ledger.find(token))
+
+
+def test_who_takes_back_leases_is_in_no_deadlock_with_a_failure(postgres_address):
+    """A failure has locked its group and then counts; leases of that group and of an older one run
+    out meanwhile."""
+    place = Place(postgres_address, "locks")
+    ledger, other = place.open(), place.open()
+    ledger.begin_epoch()
+    ledger.open_groups([group(0, samples=1), group(1, samples=1)])
+    ledger.lease_many("w", 60, 2)
+    place.now += 61
+    taken: list[int] = []
+    taking = threading.Thread(target=lambda: taken.append(other.expire()))
+    waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+
+    def fail(db: Rows) -> None:
+        db.all("SELECT id FROM rollout_groups WHERE id = 1 FOR UPDATE")
+        taking.start()
+        until(lambda: ledger._read(lambda db: db.all(waiting)))
+        tally(db, "retried")
+
+    ledger._write(fail)
+    taking.join(60)
+    assert taken == [2] and ledger.counts()["retried"] == 3
+    for one in place.opened:
+        one.close()
