@@ -8,7 +8,7 @@ import pytest
 from jaxrl.pool.ledger import GroupState, LedgerRefusal
 from jaxrl.pool.ledger_schema import Rows, tally
 from jaxrl.pool.rollout import Failure, Version
-from tests.pool.ledgers import Place, group, lease_of, refused, sealed
+from tests.pool.ledgers import group, lease_of, refused, sealed
 from tests.pool.serving import until
 
 
@@ -174,12 +174,14 @@ def test_the_reason_is_that_of_the_attempt_itself(place, ledger, reason):
 def test_who_takes_back_leases_is_in_no_deadlock_with_a_failure(postgres_address):
     """A failure has locked its group and then counts; leases of that group and of an older one run
     out meanwhile."""
-    place = Place(postgres_address, "locks")
-    ledger, other = place.open(), place.open()
+    from jaxrl.pool.ledger_postgres import PostgresLedger
+
+    now = [1000.0]
+    ledger, other = (PostgresLedger(postgres_address, "locks", lambda: now[0]) for _ in range(2))
     ledger.begin_epoch()
     ledger.open_groups([group(0, samples=1), group(1, samples=1)])
     ledger.lease_many("w", 60, 2)
-    place.now += 61
+    now[0] += 61
     taken: list[int] = []
     taking = threading.Thread(target=lambda: taken.append(other.expire()))
     waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
@@ -193,5 +195,5 @@ def test_who_takes_back_leases_is_in_no_deadlock_with_a_failure(postgres_address
     ledger._write(fail)
     taking.join(60)
     assert taken == [2] and ledger.counts()["retried"] == 3
-    for one in place.opened:
+    for one in (ledger, other):
         one.close()

@@ -38,7 +38,7 @@ class Worlds(Sums):
 
 def openings(source: Worlds, quotas=(), epochs: int = 0) -> Openings:
     tasks = source.tasks("train")
-    sizes = dict(samples=2, max_prompt_tokens=16, max_attempts=3, min_group=0)
+    sizes: dict[str, Any] = dict(samples=2, max_prompt_tokens=16, max_attempts=3, min_group=0)
     return Openings(tasks, source, Letters(), seed=0, epochs=epochs, quotas=quotas, **sizes)
 
 
@@ -73,8 +73,8 @@ def test_a_pattern_that_matches_nothing_is_refused():
 def test_a_shard_without_tasks_of_a_universe_takes_its_quota(tmp_path):
     """All trainers of a run have the same config."""
     quotas = (("rare", 0.5), ("common", 0.5))
+    source = Worlds(rare=1, common=30)
     for shard in range(4):
-        source = Worlds(rare=1, common=30)
         remote_pool(tmp_path / f"{shard}", source, shard=(shard, 4), quotas=quotas).close()
     with pytest.raises(ValueError, match="'none' is the first to match no universe"):
         remote_pool(tmp_path / "4", source, shard=(0, 4), quotas=(("none", 0.5),))
