@@ -119,7 +119,7 @@ def test_workers_that_seal_while_their_attempts_are_given_back_seal_each_sample_
     def work(name: int) -> None:
         mine, chance = place.open(), random.Random(name)
         try:
-            while len(done) < count * samples:
+            while len(done) < count * samples and not faults:
                 for lease in mine.lease_many(f"worker {name}", 60, chance.randint(1, 3)):
                     with taken:
                         lent.append(lease.token)
@@ -128,7 +128,8 @@ def test_workers_that_seal_while_their_attempts_are_given_back_seal_each_sample_
                         mine.seal(lease.token, sealed(segment=f"attempt {lease.attempt}"))
                         done.append((lease.group, lease.sample))
                     except LedgerRefusal as refusal:
-                        assert refusal.reason == "cancelled", refusal
+                        # or a later attempt was given back, too, or has sealed meanwhile
+                        assert refusal.reason in ("cancelled", "expired", "sealed"), refusal
         except Exception as error:  # shown by the assertion below
             faults.append(error)
 
@@ -150,7 +151,7 @@ def test_workers_that_seal_while_their_attempts_are_given_back_seal_each_sample_
         thread.join(120)
     ended.set()
     breaker.join(60)
-    assert not faults
+    assert not faults, faults
     assert sorted(done) == [(g, s) for g in range(count) for s in range(samples)]
     assert {live.state for live in ledger.live()} == {GroupState.READY}
     assert ledger.voided(0) == [] and "retried" not in ledger.counts()
