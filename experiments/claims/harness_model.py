@@ -160,6 +160,10 @@ def told(folder: Path, seed: int) -> dict[str, Any]:
             "watchdog_s": 60.0,
             "max_body_bytes": 2**16,
             "poll_s": 0.02,
+            "admission": "fixed",
+            "under_way": 0,
+            "usage_marks": (0.7, 0.8, 0.9),
+            "quotas": (),
         },
         "sampler": {
             "temperature": 1.0,

@@ -363,9 +363,13 @@ def _name(step: int, attempt: int) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """Both ends of the first line: storage libraries put what failed first and why last."""
+    """Both ends of the first line: storage libraries put what failed first and why last, or leave
+    why to a number of the operating system's."""
     if error is None:
         return "another process failed"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     shown = line if len(line) <= 240 else f"{line[:100]} ... {line[-120:]}"
+    code = re.search(r"os_error_code='(\d+)'", line)
+    if code and (why := os.strerror(int(code[1]))) not in shown:
+        shown += f" ({why})"
     return f"{type(error).__name__}: {shown}"

@@ -466,3 +466,15 @@ def test_speed_of_a_million_parameters(tmp_path):
     assert min(took) < 1.5  # 0.17 s on two idle cores
     assert json.dumps(checkpoints.steps()) == "[2, 3]"
     checkpoints.close()
+
+
+def test_a_full_disk_is_named_wherever_storage_says_it(checkpoints, monkeypatch):
+    """A library that cuts out of a long line what the system said leaves its number."""
+    line = f"OUT_OF_RANGE: {'x' * 300} File too large {'y' * 300} [os_error_code='27']"
+
+    def full(*_):
+        raise ValueError(line)
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(CheckpointError, match=r"step 1 .*y .*27'\] \(File too large"):
+        checkpoints.save(1, state_of(1), HOST)
