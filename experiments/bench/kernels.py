@@ -29,7 +29,9 @@ than that one, 1.2 x the same formula by hand, but for
 
 All ten of verl's together take 13.4 x ours; what its trainer computes for GRPO with a KL term
 (advantages, dual clip with sampler correction, k3) 11.4 x, with the plain clip 12.3 x (30dbc69 and
-what followed it, jax 0.10.2, verl 0.9.1, torch 2.13.0, one of two cores loaded besides). One by one
+what followed it, jax 0.10.2, verl 0.9.1, torch 2.13.0, one of two cores loaded besides; a run
+before it, on a heap that is not kept, came to 8.9 x: some of ours took two or three times as long
+for the pages). One by one
 10 x holds for six, not for GSPO (8.1), CISPO (5.6), k3 (5.3) and vectorised advantages (3.5). The
 last cannot be had: verl's take 3.5 copies of one array (``copy``), and what has to read the mask
 and write the advantages takes .6 of one. CISPO and k3 would have to take 3.3 and 3.0 copies; to
