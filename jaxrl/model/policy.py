@@ -39,6 +39,17 @@ BALANCE = "router/balance"
 Head = Callable[[Array, Array, Params], Array]  # (known, temperature, whole) -> logits
 
 
+@jax.custom_vjp
+def settled(tree: Any) -> Any:
+    """The same; going back, no gradient is used before all of them are there. A head's is then
+    summed and split before the trunk's are begun, and not held whole, in float32, until their
+    end."""
+    return tree
+
+
+settled.defvjp(lambda tree: (tree, None), lambda _, given: (jax.lax.optimization_barrier(given),))
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """A model form on a mesh, without arrays; hashable, hence a static argument of jitted
@@ -250,7 +261,8 @@ class Policy:
             found = jax.lax.map(each, jax.tree.map(cut, tuple(pieces)))
             return {name: join(x) for name, x in found.items()}
 
-        by_rows = (dict(states), taken, temperature, scored)
+        states, whole = settled((dict(states), whole))
+        by_rows = (states, taken, temperature, scored)
         return over_rows(devices_own, self.mesh, self.rules)(by_rows, whole)
 
     @property
