@@ -231,7 +231,11 @@ def steps(tokens: int) -> dict[str, Run]:
     """Whole steps: the model's own mixture, loops in its place, and a dense model."""
 
     def looped(loop: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda *arrays, activation, matmul: loop(*arrays)
+        def mix(*arrays: jax.Array, activation: Any, matmul: str) -> jax.Array:
+            flat = (a.reshape(-1, a.shape[-1]) for a in arrays[:3])
+            return loop(*flat, *arrays[3:]).reshape(arrays[0].shape)
+
+        return mix
 
     made, own = {}, policy.mixture
     with tempfile.TemporaryDirectory() as folder:

@@ -16,12 +16,12 @@ from jaxrl.kernels.precision import widen
 
 COLD = 0.1  # an expert with less than this part of the mean load is cold
 
-Routes = Int[Array, "token choice"]
-Gates = Float[Array, "token choice"]
+Routes = Int[Array, "*token choice"]
+Gates = Float[Array, "*token choice"]
 
 
 def softmax_router(
-    logits: Float[Array, "token expert"], *, per_token: int, normalise: bool, scale: float
+    logits: Float[Array, "*token expert"], *, per_token: int, normalise: bool, scale: float
 ) -> tuple[Routes, Gates]:
     """The per_token experts of the highest logit, best first, and their ``softmax_gates``."""
     routes = _highest(widen(logits), per_token)
@@ -29,7 +29,7 @@ def softmax_router(
 
 
 def sigmoid_router(
-    logits: Float[Array, "token expert"],
+    logits: Float[Array, "*token expert"],
     bias: Float[Array, " expert"],
     *,
     per_token: int,
@@ -48,7 +48,7 @@ def sigmoid_router(
 
 
 def softmax_gates(
-    logits: Float[Array, "token expert"], routes: Routes, *, normalise: bool, scale: float
+    logits: Float[Array, "*token expert"], routes: Routes, *, normalise: bool, scale: float
 ) -> Gates:
     """scale p_e of the given routes, p = softmax over all experts; normalise: over p's sum on them.
 
@@ -62,7 +62,7 @@ def softmax_gates(
 
 
 def sigmoid_gates(
-    logits: Float[Array, "token expert"], routes: Routes, *, normalise: bool, scale: float
+    logits: Float[Array, "*token expert"], routes: Routes, *, normalise: bool, scale: float
 ) -> Gates:
     """scale s_e of the given routes, s = sigmoid(logit); normalise: divided by s's sum on them.
 
@@ -90,8 +90,8 @@ def _softmax_over(x: Array, routes: Array) -> Array:
 
 
 def balance(
-    probability: Float[Array, "token expert"], share: Float[Array, " expert"]
-) -> Float[Array, " token"]:
+    probability: Float[Array, "*token expert"], share: Float[Array, " expert"]
+) -> Float[Array, "*token"]:
     """experts * sum_e f_e p_e: 1 where p or f is uniform, more where both lean to the same experts.
 
     f = ``load_share`` of the whole batch, detached; p sums to 1 over the experts (softmax of the

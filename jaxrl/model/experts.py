@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl.mesh import MeshAxes, Rules, per_device, require_divisible
+from jaxrl.mesh import MeshAxes, Rules, per_device, require_divisible, ways
 from jaxrl.model.tokamax_kernels import LANES, grouped_product, grouped_product_twin
 
 MATMULS = ("padded", "ragged", "tokamax", "tokamax_twin")
@@ -62,22 +62,29 @@ def _known(matmul: str) -> str:
 
 
 def mixture(
-    x: Float[Array, "token embed"],
-    routes: Int[Array, "token choice"],
-    gates: Float[Array, "token choice"],
+    x: Float[Array, "*token embed"],
+    routes: Int[Array, "*token choice"],
+    gates: Float[Array, "*token choice"],
     gate: Float[Array, "expert embed mlp"],
     up: Float[Array, "expert embed mlp"],
     down: Float[Array, "expert mlp embed"],
     *,
     activation: Activation,
     matmul: str,
-) -> Float[Array, "token embed"]:
+) -> Float[Array, "*token embed"]:
     """sum_j down_e(gates_j activation(x gate_e) * (x up_e)) with e = routes_j, in x's dtype.
 
     On one device. The sum over j is taken in float32.
     """
-    weights = gate, up, down
-    return _mixture(x, routes, gates, weights, activation, _known(matmul), routes.size)
+    weights, form = (gate, up, down), _known(matmul)
+    flat = _flat(x, routes, gates)
+    return _mixture(*flat, weights, activation, form, routes.size).reshape(x.shape)
+
+
+def _flat(x: Array, routes: Array, gates: Array) -> tuple[Array, Array, Array]:
+    """Tokens along one axis."""
+    width, choices = x.shape[-1], routes.shape[-1]
+    return x.reshape(-1, width), routes.reshape(-1, choices), gates.reshape(-1, choices)
 
 
 def _mixture(
@@ -325,8 +332,9 @@ _padded.defvjp(_padded_forward, _padded_backward)
 def sharded_mixture(
     mesh: Mesh, rules: Rules, *, matmul: str, exchange: str = "auto"
 ) -> Callable[..., Array]:
-    """``mixture`` for arrays that lie on a mesh: tokens split over the axes of ``rows``, experts
-    over those of ``expert``, ``mlp`` and ``embed`` of the weights as the rules say.
+    """``mixture`` for arrays that lie on a mesh: tokens split over the axes of ``rows``, in rows of
+    tokens over those of ``tokens`` too, if there are enough; experts over those of ``expert``,
+    ``mlp`` and ``embed`` of the weights as the rules say.
 
     Each device sends a token once to every device that holds experts of it, and takes back the sum
     over the experts there. Exchanges: ``dense`` moves buffers with room for all tokens of every
@@ -351,25 +359,35 @@ def sharded_mixture(
         mix = functools.partial(
             _mixture, weights=gathered, activation=activation, form=form, expected=routes.size
         )
+        flat = _flat(x, routes, gates)
         if peers:
-            made = exchanged(mix, x, routes, gates, peers, weights[0].shape[0])
+            made = exchanged(mix, *flat, peers, weights[0].shape[0])
         else:
-            made = mix(x, routes, gates)
+            made = mix(*flat)
+        made = made.reshape(x.shape)
         return jax.lax.psum(made, inner) if inner else made
 
     def whole(x: Array, routes: Array, gates: Array, *weights: Array, activation: Activation):
-        require_divisible("tokens", x.shape[0], mesh, rules["rows"])
+        parts = ways(mesh, rules.rows), ways(mesh, rules.tokens)
+        apart = (
+            x.ndim == 3 and parts[1] > 1 and not (x.shape[0] % parts[0] or x.shape[1] % parts[1])
+        )
+        lead = ("rows", "tokens") if apart else ("rows",)
+        arrays = x, routes, gates
+        if not apart:
+            arrays = tuple(a.reshape(-1, a.shape[-1]) for a in arrays)
+        require_divisible("tokens", arrays[0].shape[0], mesh, rules["rows"])
         require_divisible("model.experts.count", weights[0].shape[0], mesh, peers)
         inward = ("expert", "embed", "mlp")
         call = per_device(
             functools.partial(local, activation=activation),
             mesh,
             rules,
-            (*[("rows", None)] * 3, inward, inward, ("expert", "mlp", "embed")),
-            ("rows", None),
+            (*[(*lead, None)] * 3, inward, inward, ("expert", "mlp", "embed")),
+            (*lead, None),
             checked=not form.startswith("tokamax"),
         )
-        return call(x, routes, gates, *weights)
+        return call(*arrays, *weights).reshape(x.shape)
 
     return whole
 

@@ -357,13 +357,13 @@ class Router(nnx.Module):
         self.per_token = experts.per_token
         self.normalise, self.scale = experts.normalise, experts.scale
 
-    def __call__(self, x: Float[Array, "token embed"]) -> Float[Array, "token expert"]:
+    def __call__(self, x: Float[Array, "*token embed"]) -> Float[Array, "*token expert"]:
         """The logits; the bias of a sigmoid router takes part in the choice only."""
         kernel = self.kernel[...].astype(jnp.float32)
         # Said explicitly: accelerators multiply float32 in fewer bits by default.
         return jnp.matmul(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
 
-    def choose(self, logits: Float[Array, "token expert"]) -> tuple[Array, Array]:
+    def choose(self, logits: Float[Array, "*token expert"]) -> tuple[Array, Array]:
         """The experts of each token, best first, and their gates."""
         if self.bias is None:
             return routers.softmax_router(
@@ -377,12 +377,12 @@ class Router(nnx.Module):
             scale=self.scale,
         )
 
-    def gates(self, logits: Float[Array, "token expert"], routes: Array) -> Array:
+    def gates(self, logits: Float[Array, "*token expert"], routes: Array) -> Array:
         """The gates of given routes under these logits."""
         gates = routers.softmax_gates if self.bias is None else routers.sigmoid_gates
         return gates(logits, routes, normalise=self.normalise, scale=self.scale)
 
-    def probability(self, logits: Float[Array, "token expert"]) -> Float[Array, "token expert"]:
+    def probability(self, logits: Float[Array, "*token expert"]) -> Float[Array, "*token expert"]:
         """What the balance term takes for probabilities of the experts; they sum to 1."""
         if self.bias is None:
             return jax.nn.softmax(logits, axis=-1)
@@ -415,26 +415,22 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, guide: Guide, mix: Mixture) -> tuple[Array, Routing]:
         """The same shape as x, and what the router did."""
-        flat = x.reshape(-1, x.shape[-1])
-        counted = guide.counted.reshape(-1)
-        logits = self.router(flat)
+        counted = guide.counted[..., None]
+        logits = self.router(x)
         chosen, gates = self.router.choose(logits)
-        chosen = jnp.where(counted[:, None], chosen, -1)
-        used = chosen
+        chosen = used = jnp.where(counted, chosen, -1)
         if guide.recorded is not None:
-            recorded = guide.recorded.reshape(chosen.shape)
-            used = jnp.where(counted[:, None] & (recorded >= 0), recorded, chosen)
+            used = jnp.where(counted & (guide.recorded >= 0), guide.recorded, chosen)
             gates = self.router.gates(logits, used)
         weights = (self.gate[...], self.up[...], self.down[...])
         weights = (weight.astype(x.dtype) for weight in weights)
-        made = mix(flat, used, gates, *weights, activation=self.activation)
+        made = mix(x, used, gates, *weights, activation=self.activation)
         if self.shared is not None:
-            made = made + self.shared(flat)
-        balance = jnp.zeros(counted.shape)
+            made = made + self.shared(x)
+        balance = jnp.zeros(x.shape[:-1])
         if guide.share is not None:
             balance = routers.balance(self.router.probability(logits), guide.share)
-        routing = Routing(chosen.reshape(*x.shape[:-1], -1), balance.reshape(x.shape[:-1]))
-        return made.reshape(x.shape), routing
+        return made, Routing(chosen, balance)
 
 
 class Block(nnx.Module):

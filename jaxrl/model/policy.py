@@ -41,13 +41,34 @@ Head = Callable[[Array, Array, Params], Array]  # (known, temperature, whole) ->
 
 @jax.custom_vjp
 def settled(tree: Any) -> Any:
-    """The same; going back, no gradient is used before all of them are there. A head's is then
-    summed and split before the trunk's are begun, and not held whole, in float32, until their
-    end."""
+    """The same; going back, no gradient is used before all that are asked for are there. A head's
+    is then summed and split before the trunk's are begun, and not held whole, in float32, until
+    their end."""
     return tree
 
 
-settled.defvjp(lambda tree: (tree, None), lambda _, given: (jax.lax.optimization_barrier(given),))
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """Of which leaves gradients are asked for: those of others would be made, to be settled too."""
+
+    leaves: tuple[bool, ...]
+
+
+def _remember(tree: Any) -> tuple[Any, _Asked]:
+    leaves, form = jax.tree.flatten(tree, is_leaf=lambda x: not isinstance(x, dict | tuple))
+    asked = _Asked(tuple(bool(leaf.perturbed) for leaf in leaves))
+    return jax.tree.unflatten(form, [leaf.value for leaf in leaves]), asked
+
+
+def _settle(asked: _Asked, given: Any) -> tuple[Any]:
+    leaves, form = jax.tree.flatten(given, is_leaf=lambda x: not isinstance(x, dict | tuple))
+    wanted = [x for x, of in zip(leaves, asked.leaves, strict=True) if of]
+    there = iter(jax.lax.optimization_barrier(wanted))
+    return (jax.tree.unflatten(form, [next(there) if of else None for of in asked.leaves]),)
+
+
+settled.defvjp(_remember, _settle, symbolic_zeros=True)
 
 
 @dataclasses.dataclass(frozen=True)

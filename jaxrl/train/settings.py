@@ -380,8 +380,6 @@ def _refuse_split_tokens(sections: dict[str, Any], train: TrainConfig) -> None:
             f"train.packing.rows={train.packing.rows!r} with mesh.context={parts}; allowed: "
             "'plain' (bins are not split)"
         )
-    if sections["model"]["experts"]["count"]:
-        raise ValueError(f"mesh.context={parts} with model.experts; allowed: 1")
     for field in ("token_buckets", "view_token_buckets"):
         for tokens in sections["train"][field]:
             if tokens % parts:

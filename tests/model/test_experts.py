@@ -198,6 +198,27 @@ def test_a_mesh_changes_nothing(mesh, routing):
         np.testing.assert_array_equal(a[UNUSED], 0)
 
 
+@every_routing
+@pytest.mark.parametrize("sizes", [{"expert": 2, "context": 2, "fsdp": 2}, {"context": 8}], ids=str)
+def test_rows_whose_tokens_are_split_change_nothing(sizes, routing):
+    """[row token embed] with tokens over ``context``; and one token a row, which stays whole."""
+    mesh, rules = make_mesh(sizes), Rules()
+    mix = functools.partial(sharded_mixture(mesh, rules, matmul="padded"), activation=jax.nn.silu)
+
+    def in_rows(length):
+        def mixed(x, routes, gates, *weights):
+            rows = (a.reshape(-1, length, a.shape[-1]) for a in (x, routes, gates))
+            return mix(*rows, *weights).reshape(x.shape)
+
+        return with_gradients(mixed)(ROUTINGS[routing], *arrays())
+
+    for length in (8, 1):
+        found = in_rows(length)
+        same(found, expected(routing))
+        for a in found[3:]:
+            np.testing.assert_array_equal(a[UNUSED], 0)
+
+
 def test_padding_crosses_nothing():
     """What no expert asked for never leaves its device, whatever it holds."""
     x, *others = arrays()

@@ -7,6 +7,7 @@ import pytest
 from jaxrl.batch import View
 from jaxrl.kernels.readings import taken_logp
 from jaxrl.model import transformer
+from jaxrl.model.policy import settled
 from tests.model.tiny import (
     MESHES,
     STUDENT,
@@ -119,6 +120,23 @@ def test_every_mesh_gives_the_same_loss_and_gradient(sizes, again):
     for name, x in grads.items():
         peak = np.abs(right[1][name]).max()
         np.testing.assert_allclose(x, right[1][name], atol=1e-5 * peak, err_msg=name)
+
+
+def test_gradients_that_are_asked_for_wait_for_each_other():
+    """And no other is made for that: a frozen reader's head has none."""
+
+    def loss(states, head, frozen):
+        tree = ({"a": states, "b": states}, {"a": {"head": head}, "b": {"head": frozen}})
+        states, heads = settled(tree)
+        return sum((states[name] * heads[name]["head"]).sum() for name in states)
+
+    given = jnp.arange(3.0), jnp.ones(3), jnp.full(3, 5.0)
+    found = jax.grad(loss, (0, 1))(*given)
+    np.testing.assert_array_equal(found, [[6, 6, 6], [0, 1, 2]])
+    for asked, waiting in (((0, 1), 3), ((0,), 2), ((1,), 1)):
+        traced = jax.make_jaxpr(jax.grad(loss, asked))(*given)
+        (barrier,) = [e for e in traced.eqns if e.primitive.name == "optimization_barrier"]
+        assert len(barrier.invars) == waiting
 
 
 def test_rows_that_do_not_divide_over_the_mesh_are_named():

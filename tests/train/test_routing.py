@@ -237,9 +237,10 @@ def test_the_distance_from_the_start_is_that_of_the_parameters(free):
     assert_same(state.roles[routing.ORIGIN].all, {ROUTER: weights()[ROUTER]})
 
 
-def test_a_mesh_of_experts_takes_the_same_step(replayed):
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2}, {"expert": 2, "context": 2}], ids=str)
+def test_a_mesh_of_experts_takes_the_same_step(replayed, sizes):
     one, theirs = replayed
-    two, mine = run(recorded(other()), REPLAYED, sizes={"data": 2, "expert": 2})
+    two, mine = run(recorded(other()), REPLAYED, sizes=sizes)
     assert apart(change(two), change(one)) < 1e-5
     for name in set(theirs) - {"optim/frac_params_unchanged"}:
         assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
