@@ -222,10 +222,39 @@ def _compared(logits: Array, ref_logits: Array) -> tuple[Array, Array, Array]:
 
 
 def _mixture(gap: Array, alpha: float) -> tuple[Array, Array]:
-    """log m / p and log m / ref for gap = log ref / p, 0 < alpha < 1; both exactly 0 at gap 0."""
-    share, half = jnp.where(gap > 0, 1 - alpha, alpha), jnp.tanh(jnp.abs(gap) / 2)
-    tail = jnp.log1p(-2 * share * half / (1 + half))  # 2 half / (1 + half) is -expm1(-|gap|)
-    return jnp.maximum(gap, 0) + tail, jnp.maximum(-gap, 0) + tail
+    """log m / p and log m / ref for gap = log ref / p, 0 < alpha < 1; both exactly 0 at gap 0.
+
+    Near 0 by the series of log(1 - alpha + alpha exp(gap)), where the logarithm has no right digit
+    left and log1p costs as much as all else; float64 has log1p.
+    """
+    share = jnp.where(gap > 0, 1 - alpha, alpha)
+    above, below = jnp.maximum(gap, 0), jnp.maximum(-gap, 0)
+    if gap.dtype == jnp.float64:
+        tail = jnp.log1p(share * jnp.expm1(-jnp.abs(gap)))
+        return above + tail, below + tail
+    tail = jnp.log(1 - share + share * jnp.exp(-jnp.abs(gap)))
+    near = jnp.abs(gap) < 0.5
+    small = jnp.where(near, gap, 0)
+    over_p = jnp.where(near, _polynomial(_cumulants(alpha), small), above + tail)
+    return over_p, jnp.where(near, _polynomial(_cumulants(1 - alpha), -small), below + tail)
+
+
+def _cumulants(alpha: float) -> list[float]:
+    """Coefficients of log(1 - alpha + alpha exp(x)) from x to x^10: cumulants of a coin over
+    factorials. It converges for |x| < pi; where |x| < 1 / 2 what is left out is below 2e-9 x."""
+    moments = [1.0, *(alpha / math.factorial(n) for n in range(1, 11))]
+    found = [0.0]
+    for n in range(1, 11):
+        found.append(moments[n] - sum(k * found[k] * moments[n - k] for k in range(1, n)) / n)
+    return found[1:]
+
+
+def _polynomial(coefficients: list[float], x: Array) -> Array:
+    """Without a constant term."""
+    total = jnp.zeros_like(x)
+    for one in reversed(coefficients):
+        total = total * x + one
+    return total * x
 
 
 def _sloped(value: Array, slope: Array, logits: Array) -> Array:

@@ -161,5 +161,5 @@ def rollout_mask(
     """
     total, tokens = _gap(logp, old_logp, rollout, mask)
     left = (-total > limit * jnp.maximum(tokens, 1))[:, None]
-    dropped = left & (jnp.where(mask, widen(advantage), 0) < 0)
+    dropped = left & mask & (widen(advantage) < 0)
     return jax.lax.stop_gradient(1 - dropped.astype(total.dtype))

@@ -63,9 +63,8 @@ def dual_clip(
     token_loss, advantage = widen(token_loss), jax.lax.stop_gradient(widen(advantage))
     if cap == math.inf:
         return token_loss, {"dual_clipped": jnp.zeros_like(token_loss)}
-    negative = advantage < 0
-    bound = cap * jnp.where(negative, -advantage, 1)
-    capped = negative & (bound < token_loss)
+    bound = jnp.where(advantage < 0, -cap * advantage, jnp.inf)
+    capped = bound < token_loss
     return jnp.where(capped, bound, token_loss), {"dual_clipped": capped.astype(token_loss.dtype)}
 
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.divergences import k3
+from jaxrl.kernels.divergences import excess, k3
 from jaxrl.kernels.precision import widen
 from jaxrl.kernels.ratios import (
     band_ratio,
+    bounded,
     rollout_band,
-    token_ratio,
     truncated_ratio,
     truncated_rollout_ratio,
 )
@@ -76,8 +76,7 @@ def mismatch_weight(
     1 at masked tokens. ``mismatch_truncated``: 1 where the cap holds; ``mismatch_dropped``: 1 where
     the weight is 0. Denominators of the loss are counted over all tokens, dropped ones too.
     """
-    old_logp = jnp.where(mask, widen(old_logp), 0)
-    sampler_logp = jnp.where(mask, widen(sampler_logp), 0)
+    old_logp, sampler_logp = widen(old_logp), widen(sampler_logp)
     if kind == "none":
         return jnp.ones_like(old_logp), {}
     if kind == "truncate":
@@ -88,6 +87,7 @@ def mismatch_weight(
         weight = truncated_rollout_ratio(old_logp, sampler_logp, rollout, mask, cap=high)
     else:
         weight = rollout_band(old_logp, sampler_logp, rollout, mask, low=low, high=high)
+    weight = jnp.where(mask, weight, 1)
     hit = weight == 0 if kind.endswith("band") else weight >= high
     name = "mismatch_dropped" if kind.endswith("band") else "mismatch_truncated"
     return weight, {"mismatch": weight, name: (hit & mask).astype(weight.dtype)}
@@ -105,17 +105,25 @@ def trusted_ratio(
 ) -> tuple[Float[Array, "row token"], Diagnostics]:
     """w times the clipped surrogate -min(r A, clip(r) A), at most -dual_clip A where A < 0.
 
-    w = `mismatch_weight`; 0 at masked tokens. To be minimised. Adds ``sampler_kl``, KL(sampler,
-    old) by k3, to the diagnostics. Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729.
+    w = `mismatch_weight`, which is on A already when clips are decided (it is >= 0 and changes
+    none, but that a token of weight 0 is not clipped); 0 at masked tokens. To be minimised. Adds
+    ``sampler_kl``, KL(sampler, old) by k3, to the diagnostics. Sources: PPO, arXiv 1707.06347; dual
+    clip, arXiv 1912.09729.
     """
     ratio = jnp.where(mask, widen(ratio), 1)
-    old_logp, sampler_logp, advantage = (
-        jnp.where(mask, widen(x), 0) for x in (old_logp, sampler_logp, advantage)
-    )
-    token_loss, diagnostics = clipped_surrogate(
-        ratio, advantage, clip_low=trust.clip_low, clip_high=trust.clip_high
-    )
-    token_loss, dual = dual_clip(token_loss, advantage, cap=trust.dual_clip)
+    return _trusted(ratio, old_logp, sampler_logp, advantage, rollout, mask, trust)
+
+
+def _trusted(
+    ratio: Array,
+    old_logp: Array,
+    sampler_logp: Array,
+    advantage: Array,
+    rollout: Array,
+    mask: Array,
+    trust: Trust,
+) -> tuple[Array, Diagnostics]:
+    """`trusted_ratio` of ratios that are finite behind the mask."""
     weight, corrected = mismatch_weight(
         old_logp,
         sampler_logp,
@@ -125,8 +133,14 @@ def trusted_ratio(
         low=trust.mismatch_low,
         high=trust.mismatch_high,
     )
+    advantage = jnp.where(mask, widen(advantage) * weight, 0)
+    token_loss, diagnostics = clipped_surrogate(
+        ratio, advantage, clip_low=trust.clip_low, clip_high=trust.clip_high
+    )
+    token_loss, dual = dual_clip(token_loss, advantage, cap=trust.dual_clip)
+    old_logp, sampler_logp = (jnp.where(mask, widen(x), 0) for x in (old_logp, sampler_logp))
     distance = {"sampler_kl": jax.lax.stop_gradient(k3(sampler_logp, old_logp))}
-    return weight * token_loss, diagnostics | dual | corrected | distance
+    return token_loss, diagnostics | dual | corrected | distance
 
 
 def trusted_surrogate(
@@ -144,8 +158,8 @@ def trusted_surrogate(
     Gradient -w r A by logp where nothing is clipped. Adds ``old_kl``, KL(old, current) by k3:
     tokens are drawn from the old policy.
     """
-    logp, old_logp = jnp.where(mask, widen(logp), 0), jnp.where(mask, widen(old_logp), 0)
-    token_loss, diagnostics = trusted_ratio(
-        token_ratio(logp, old_logp), old_logp, sampler_logp, advantage, rollout, mask, trust=trust
+    gap = jnp.where(mask, widen(logp) - widen(old_logp), 0)
+    token_loss, diagnostics = _trusted(
+        jnp.exp(bounded(gap)), old_logp, sampler_logp, advantage, rollout, mask, trust
     )
-    return token_loss, diagnostics | {"old_kl": jax.lax.stop_gradient(k3(old_logp, logp))}
+    return token_loss, diagnostics | {"old_kl": jax.lax.stop_gradient(excess(bounded(gap)))}

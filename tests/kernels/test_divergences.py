@@ -234,6 +234,20 @@ def test_the_sampled_advantage_by_hand():
     np.testing.assert_allclose(got, [[0.5 * np.log(0.5)]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
+def test_the_sampled_advantage_has_its_digits_at_any_distance(alpha):
+    """Near 0, where 1 - alpha + alpha rho is 1 to the last bit, across the series' end, and far."""
+    size = np.concatenate([10.0 ** np.arange(-30, 0), np.linspace(0.3, 0.7, 99), [1, 3, 20, 90]])
+    gap = np.concatenate([size, -size]).astype(np.float32)
+    far = np.asarray(gap, np.longdouble)
+    above = np.maximum(far, 0) + np.log1p(
+        np.where(far > 0, 1 - alpha, alpha) * np.expm1(-np.abs(far))
+    )
+    right = (1 - alpha) * np.where(np.abs(far) < 1e-9, alpha * far, above)
+    got = sampled_jsd_advantage(jnp.zeros((1, gap.size)), jnp.asarray(gap)[None], alpha=alpha)
+    np.testing.assert_allclose(got[0], right.astype(np.float64), rtol=3e-6)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_k4_the_sampled_advantage_has_the_gradient_of_the_whole_vocabulary(alpha):
     with jax.enable_x64(True):
