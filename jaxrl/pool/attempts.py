@@ -131,7 +131,7 @@ class Attempts:
                 async with self.entrance.taking(room):
                     leases = await self._asked(self._ledger.lease_many, owner, lease_s, room)
                 self.entrance.begun(leases)
-                self._empty = (seen, now) if not leases else (None, 0.0)
+                self._empty = (seen, now) if len(leases) < room else (None, 0.0)
             if leases or time.monotonic() >= until:
                 break
             async with self._idle:  # all who wait look in turn

@@ -192,7 +192,8 @@ class Ledger(Protocol):
         ...
 
     def changes(self) -> int | None:
-        """Grows, at no cost, when anything changes; None where only asking tells."""
+        """Grows, at hardly any cost, when there may be more to lease; None where only asking
+        tells."""
         ...
 
     def dump(self) -> str:

@@ -65,11 +65,12 @@ class Leases:
 
     # -- what a database brings along
 
-    def _write(self, work: Callable[[Rows], T], *, durable: bool = True) -> T:
+    def _write(self, work: Callable[[Rows], T], *, durable: bool = True, frees: bool = True) -> T:
         """Run ``work`` in a transaction of its own. A refusal changes nothing and is counted.
 
         On return it survives the end of any process; with ``durable`` also a power cut. Leases need
-        not: one that is lost is an attempt that is made again.
+        not: one that is lost is an attempt that is made again. Unless it ``frees``, there is
+        nothing to lease after it that was not there before: it is none of the ``changes``.
         """
         raise TypeError(f"{type(self).__name__} has no database")
 
@@ -79,7 +80,7 @@ class Leases:
 
     def count(self, name: str, more: int = 1) -> None:
         """Add to a tally."""
-        self._write(lambda db: tally(db, name, more), durable=False)
+        self._write(lambda db: tally(db, name, more), durable=False, frees=False)
 
     def changes(self) -> int | None:
         """Not known without asking."""
@@ -112,7 +113,7 @@ class Leases:
 
         if not self._read(lambda db: _late(db, now) or db.all(PENDING)):
             return []  # who looks for work in vain holds up nobody
-        return self._write(work, durable=False)
+        return self._write(work, durable=False, frees=False)
 
     def find(self, token: str) -> Lease:
         """The lease of a token that may still act."""
@@ -146,7 +147,7 @@ class Leases:
             return [None] * len(tokens)
         told = [held.refusal for held in self._read(lambda db: self._acting(db, tokens, now))]
         if any(told):
-            self._write(lambda db: _tally(db, told), durable=False)
+            self._write(lambda db: _tally(db, told), durable=False, frees=False)
         return told
 
     def heartbeat(self, token: str, lease_s: float) -> float:
@@ -163,7 +164,7 @@ class Leases:
             )
             return now + lease_s
 
-        return self._write(work, durable=False)
+        return self._write(work, durable=False, frees=False)
 
     def start(self, token: str) -> None:
         """LEASED -> RUNNING."""
@@ -250,9 +251,9 @@ class Leases:
             return _tally(db, [held.refusal for held in found])
 
         try:
-            return self._write(together)
+            return self._write(together, frees=False)
         except _NotAll:
-            return self._write(apart)
+            return self._write(apart, frees=False)
 
     def fail(self, token: str, failure: Failure, reason: str) -> None:
         """The attempt ended without a result."""
