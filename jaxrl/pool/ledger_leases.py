@@ -70,7 +70,8 @@ class Leases:
 
         On return it survives the end of any process; with ``durable`` also a power cut. Leases need
         not: one that is lost is an attempt that is made again. Unless it ``frees``, there is
-        nothing to lease after it that was not there before: it is none of the ``changes``.
+        nothing to lease after it that was not there before, and all who might act still may: it is
+        none of the ``changes``.
         """
         raise TypeError(f"{type(self).__name__} has no database")
 
@@ -87,6 +88,13 @@ class Leases:
         return None
 
     # -- leases
+
+    def still(self, seen: int | None, ends: Collection[float], lease_s: float) -> bool:
+        """Whether leases may act for certain."""
+        if seen is None or self.changes() != seen:
+            return False
+        now = self._clock()
+        return all(0 < end - now <= lease_s + CLOCK_SLACK_S for end in ends)
 
     def lease(self, owner: str, lease_s: float) -> Lease | None:
         """The first pending slot."""
@@ -111,9 +119,10 @@ class Leases:
             granted = zip(found, self._tokens.grant(slots, epoch, once), strict=True)
             return leases_of(list(granted), shared, epoch, expires)
 
-        if not self._read(lambda db: _late(db, now) or db.all(PENDING)):
+        late, pending = self._read(lambda db: (_late(db, now), db.all(PENDING)))
+        if not (late or pending):
             return []  # who looks for work in vain holds up nobody
-        return self._write(work, durable=False, frees=False)
+        return self._write(work, durable=False, frees=bool(late))
 
     def find(self, token: str) -> Lease:
         """The lease of a token that may still act."""
