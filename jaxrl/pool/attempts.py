@@ -121,27 +121,28 @@ class Attempts:
         self, owner: str, most: int, wait_s: float, gone: Callable[[], bool]
     ) -> list[Lease]:
         """At most so many samples to attempt, waited for unless whoever asked is ``gone``."""
-        until = time.monotonic() + wait_s
-        leases: list[Lease] = []
-        seen: int | None = None
-        while not gone():
-            news = self.bell.news
-            if not self._is_empty() and (room := self.entrance.room(most)):
-                now, seen = time.monotonic(), self._ledger.changes()
-                lease_s = self.limits.lease_s
-                async with self.entrance.taking(room):
-                    leases = await self._asked(self._ledger.lease_many, owner, lease_s, room)
-                self.entrance.begun(leases)
-                self._empty = (seen, now) if len(leases) < room else (None, 0.0)
-            if leases or time.monotonic() >= until:
-                break
-            async with self._idle:  # all who wait look in turn
+        until, news = time.monotonic() + wait_s, self.bell.news
+        leases = [] if gone() else await self._leased(owner, most)
+        while not (leases or gone()) and time.monotonic() < until:
+            async with self._idle:  # all who wait look in turn, and ask for what others left
                 await self.bell.wait(news, LOOK_S)
                 while self._is_empty() and not gone() and time.monotonic() < until:
                     await self.bell.wait(self.bell.news, LOOK_S)
-        now = time.time()
-        begin = self._conversation
-        self._keep({one.token: Attempt(one, begin, now, seen=seen) for one in leases})
+                news = self.bell.news
+                leases = [] if gone() else await self._leased(owner, most)
+        return leases
+
+    async def _leased(self, owner: str, most: int) -> list[Lease]:
+        """What there is to lease now, if there may be anything."""
+        if self._is_empty() or not (room := self.entrance.room(most)):
+            return []
+        now, seen = time.monotonic(), self._ledger.changes()
+        async with self.entrance.taking(room):
+            leases = await self._asked(self._ledger.lease_many, owner, self.limits.lease_s, room)
+        self.entrance.begun(leases)
+        self._empty = (seen, now) if len(leases) < room else (None, 0.0)
+        begin, began = self._conversation, time.time()
+        self._keep({one.token: Attempt(one, begin, began, seen=seen) for one in leases})
         self.counts["leased"] += len(leases)
         return leases
 
