@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.pool.answers import Ask, Attempt, ContextLimit
 from jaxrl.pool.attempts import Attempts, Busy
-from jaxrl.pool.compact import compact
+from jaxrl.pool.compact import compact, parsed
 from jaxrl.pool.contract import Tokenizer
 from jaxrl.pool.conversation import Call
 from jaxrl.pool.engines import Engine, EngineError
@@ -144,7 +144,7 @@ class Gateway:
             if len(data) > self._limit:
                 raise _TooLarge(f"the body is over {self._limit} bytes (pool.max_body_bytes)")
         try:
-            body = json.loads(bytes(data) or b"{}")
+            body = parsed(bytes(data) or b"{}")
         except ValueError as error:
             raise ValueError(f"the body is no JSON: {error}") from error
         if not isinstance(body, dict):
