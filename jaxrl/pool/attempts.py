@@ -122,7 +122,7 @@ class Attempts:
     ) -> list[Lease]:
         """At most so many samples to attempt, waited for unless whoever asked is ``gone``."""
         until, news = time.monotonic() + wait_s, self.bell.news
-        leases = [] if gone() else await self._leased(owner, most)
+        leases = [] if gone() or self._is_empty() else await self._leased(owner, most)
         while not (leases or gone()) and time.monotonic() < until:
             async with self._idle:  # all who wait look in turn, and ask for what others left
                 await self.bell.wait(news, LOOK_S)
@@ -133,8 +133,8 @@ class Attempts:
         return leases
 
     async def _leased(self, owner: str, most: int) -> list[Lease]:
-        """What there is to lease now, if there may be anything."""
-        if self._is_empty() or not (room := self.entrance.room(most)):
+        """What there is to lease now."""
+        if not (room := self.entrance.room(most)):
             return []
         now, seen = time.monotonic(), self._ledger.changes()
         async with self.entrance.taking(room):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jaxrl.pool.ledger import GroupState, Lease, LedgerRefusal, Reason, Sealed, SlotState
-from jaxrl.pool.ledger_schema import LENT, Row, Rows, epoch_of, leases_of, row_of, tally
+from jaxrl.pool.ledger_schema import LENT, Row, Rows, epoch_of, leases_of, rows_of, tally
 from jaxrl.pool.rollout import Failure
 from jaxrl.pool.tokens import Claim, Tokens, fresh
 
@@ -234,7 +234,7 @@ class Leases:
         for failure, unjudged in {(one.failure, one.reward is None) for _, one in seals}:
             _check_sealed(failure, unjudged)
         now = self._clock()
-        rows = [(now, *row_of(sealed)) for _, sealed in seals]
+        rows = [(now, *row) for row in rows_of([sealed for _, sealed in seals])]
         change = (
             "UPDATE slots SET state = 'sealed', worked = ? - leased, segment = ?, min_step = ?, "
             "max_step = ?, sealed = ?"
