@@ -75,6 +75,7 @@ class Attempt:
     given_back: bool = False  # nobody will take what it comes to
     generate_s: float = 0.0
     said: tuple[Turn, int] | None = None  # its only call, while it stands in columns
+    seen: int | None = None  # what the ledger's changes were before it was leased
 
     @functools.cached_property
     def conversation(self) -> Conversation:

@@ -121,25 +121,28 @@ class Attempts:
         self, owner: str, most: int, wait_s: float, gone: Callable[[], bool]
     ) -> list[Lease]:
         """At most so many samples to attempt, waited for unless whoever asked is ``gone``."""
-        until = time.monotonic() + wait_s
-        leases: list[Lease] = []
-        while not gone():
-            news = self.bell.news
-            if not self._is_empty() and (room := self.entrance.room(most)):
-                now, seen = time.monotonic(), self._ledger.changes()
-                lease_s = self.limits.lease_s
-                async with self.entrance.taking(room):
-                    leases = await self._asked(self._ledger.lease_many, owner, lease_s, room)
-                self.entrance.begun(leases)
-                self._empty = (seen, now) if not leases else (None, 0.0)
-            if leases or time.monotonic() >= until:
-                break
-            async with self._idle:  # all who wait look in turn
+        until, news = time.monotonic() + wait_s, self.bell.news
+        leases = [] if gone() or self._is_empty() else await self._leased(owner, most)
+        while not (leases or gone()) and time.monotonic() < until:
+            async with self._idle:  # all who wait look in turn, and ask for what others left
                 await self.bell.wait(news, LOOK_S)
                 while self._is_empty() and not gone() and time.monotonic() < until:
                     await self.bell.wait(self.bell.news, LOOK_S)
-        now = time.time()
-        self._keep({one.token: Attempt(one, self._conversation, now) for one in leases})
+                news = self.bell.news
+                leases = [] if gone() else await self._leased(owner, most)
+        return leases
+
+    async def _leased(self, owner: str, most: int) -> list[Lease]:
+        """What there is to lease now."""
+        if not (room := self.entrance.room(most)):
+            return []
+        now, seen = time.monotonic(), self._ledger.changes()
+        async with self.entrance.taking(room):
+            leases = await self._asked(self._ledger.lease_many, owner, self.limits.lease_s, room)
+        self.entrance.begun(leases)
+        self._empty = (seen, now) if len(leases) < room else (None, 0.0)
+        begin, began = self._conversation, time.time()
+        self._keep({one.token: Attempt(one, begin, began, seen=seen) for one in leases})
         self.counts["leased"] += len(leases)
         return leases
 
@@ -184,6 +187,9 @@ class Attempts:
         """
         over = await self._turned_away(tokens) if self.entrance.strict else set[str]()
         may = [token for token in tokens if token not in over] if over else tokens
+        if plain and not over and (known := self._certain(tokens)):
+            self._turned.difference_update(tokens)
+            return known
         begun = await self._asked(self._begun, may, plain)
         found: dict[str, Attempt | LedgerRefusal | Busy] = {}
         for token, known in zip(may, begun, strict=True):
@@ -215,6 +221,17 @@ class Attempts:
     def _busy(self) -> Busy:
         limit = min(self.entrance.admission.limit, self.limits.under_way)
         return Busy(f"{limit} answers are under way; allowed: no more")
+
+    def _certain(self, tokens: Sequence[str]) -> list[Attempt | LedgerRefusal | Busy]:
+        """The attempts of tokens where the ledger need not be asked whether they may act: nothing
+        has changed in it since they were leased together. Else none."""
+        held = [self._held.get(token) for token in tokens]
+        known = [one for one in held if one is not None]
+        seen = {one.seen for one in known}
+        if len(known) < len(held) or len(seen) != 1:
+            return []
+        ends = {one.lease.expires for one in known}
+        return [*known] if self._ledger.still(seen.pop(), ends, self.limits.lease_s) else []
 
     def _begun(self, tokens: Sequence[str], plain: bool) -> list[Attempt | Lease | LedgerRefusal]:
         """In a thread of the ledger: one question for all that run, one for all that are new."""

@@ -30,10 +30,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.pool.answers import Ask, Attempt, ContextLimit
 from jaxrl.pool.attempts import Attempts, Busy
-from jaxrl.pool.compact import compact
+from jaxrl.pool.compact import compact, parsed
 from jaxrl.pool.contract import Tokenizer
 from jaxrl.pool.conversation import Call
 from jaxrl.pool.engines import Engine, EngineError
@@ -77,8 +78,8 @@ class Gateway:
         self._evaluation_key = evaluation_key
         self._key, self._limit, self._run = key, max_body_bytes, dict(run)
 
-    def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
-        """As an ASGI application."""
+    def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> ASGIApp:
+        """As an ASGI application. Work calls, which are most of what comes, go past the router."""
         agent: dict[str, Handler] = {
             "/v1/chat/completions": self._completion("chat"),
             "/v1/completions": self._completion("text"),
@@ -95,13 +96,25 @@ class Gateway:
         }
         routes = [Route("/health", self._health), Route("/counts", self._guard(self._counts))]
         routes.append(Route("/work/run", self._guard(self._told_run)))
-        for name, handler in work.items():
-            routes.append(Route(f"/work/{name}", self._guard(handler), methods=["POST"]))
+        direct = {f"/work/{name}": self._guard(handler) for name, handler in work.items()}
+        for path, handler in direct.items():  # of another method: the router refuses it
+            routes.append(Route(path, handler, methods=["POST"]))
         for before in ("", "/{token}"):
             routes.append(Route(before + "/v1/models", self._guard(self._models)))
             for path, handler in agent.items():
                 routes.append(Route(before + path, self._guard(handler), methods=["POST"]))
-        return Starlette(routes=routes, lifespan=lifespan)
+        routed = Starlette(routes=routes, lifespan=lifespan)
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            called = scope["type"] == "http" and scope["method"] == "POST"
+            handler = direct.get(scope["path"]) if called else None
+            if handler is None:
+                await routed(scope, receive, send)
+            else:
+                response = await handler(Request(scope, receive))
+                await response(scope, receive, send)
+
+        return application
 
     # -- what is common to all routes
 
@@ -110,7 +123,8 @@ class Gateway:
 
         async def guarded(request: Request) -> Response:
             try:
-                if request.url.path.startswith("/work/") or request.url.path == "/counts":
+                path = request.scope["path"]
+                if path.startswith("/work/") or path == "/counts":
                     self._check_key(request)
                 return await handler(request)
             except Exception as error:
@@ -130,7 +144,7 @@ class Gateway:
             if len(data) > self._limit:
                 raise _TooLarge(f"the body is over {self._limit} bytes (pool.max_body_bytes)")
         try:
-            body = json.loads(bytes(data) or b"{}")
+            body = parsed(bytes(data) or b"{}")
         except ValueError as error:
             raise ValueError(f"the body is no JSON: {error}") from error
         if not isinstance(body, dict):

@@ -16,7 +16,7 @@ groups. A *gateway* leases slots to workers and seals or fails them. Workers kno
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from jaxrl.pool.rollout import Failure, StopReason, Version
@@ -192,7 +192,8 @@ class Ledger(Protocol):
         ...
 
     def changes(self) -> int | None:
-        """Grows, at no cost, when anything changes; None where only asking tells."""
+        """Grows, at hardly any cost, when there may be more to lease, or when any attempt may have
+        lost its lease, other than by a seal of this object; None where only asking tells."""
         ...
 
     def dump(self) -> str:
@@ -284,6 +285,11 @@ class Ledger(Protocol):
     def find(self, token: str) -> Lease:
         """The lease of a token that may still act. Refused: unknown, fenced, expired, sealed,
         void."""
+        ...
+
+    def still(self, seen: int | None, ends: Collection[float], lease_s: float) -> bool:
+        """Whether leases that end then may act for certain: ``changes`` are what was ``seen``
+        before they were granted for ``lease_s`` seconds. Nothing is asked."""
         ...
 
     def check(self, tokens: Sequence[str], late: bool = False) -> list[LedgerRefusal | None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jaxrl.pool.ledger import GroupState, Lease, LedgerRefusal, Reason, Sealed, SlotState
-from jaxrl.pool.ledger_schema import LENT, Row, Rows, epoch_of, leases_of, row_of, tally
+from jaxrl.pool.ledger_schema import LENT, Row, Rows, epoch_of, leases_of, rows_of, tally
 from jaxrl.pool.rollout import Failure
 from jaxrl.pool.tokens import Claim, Tokens, fresh
 
@@ -65,11 +65,13 @@ class Leases:
 
     # -- what a database brings along
 
-    def _write(self, work: Callable[[Rows], T], *, durable: bool = True) -> T:
+    def _write(self, work: Callable[[Rows], T], *, durable: bool = True, frees: bool = True) -> T:
         """Run ``work`` in a transaction of its own. A refusal changes nothing and is counted.
 
         On return it survives the end of any process; with ``durable`` also a power cut. Leases need
-        not: one that is lost is an attempt that is made again.
+        not: one that is lost is an attempt that is made again. Unless it ``frees``, there is
+        nothing to lease after it that was not there before, and all who might act still may: it is
+        none of the ``changes``.
         """
         raise TypeError(f"{type(self).__name__} has no database")
 
@@ -79,13 +81,20 @@ class Leases:
 
     def count(self, name: str, more: int = 1) -> None:
         """Add to a tally."""
-        self._write(lambda db: tally(db, name, more), durable=False)
+        self._write(lambda db: tally(db, name, more), durable=False, frees=False)
 
     def changes(self) -> int | None:
         """Not known without asking."""
         return None
 
     # -- leases
+
+    def still(self, seen: int | None, ends: Collection[float], lease_s: float) -> bool:
+        """Whether leases may act for certain."""
+        if seen is None or self.changes() != seen:
+            return False
+        now = self._clock()
+        return all(0 < end - now <= lease_s + CLOCK_SLACK_S for end in ends)
 
     def lease(self, owner: str, lease_s: float) -> Lease | None:
         """The first pending slot."""
@@ -110,9 +119,10 @@ class Leases:
             granted = zip(found, self._tokens.grant(slots, epoch, once), strict=True)
             return leases_of(list(granted), shared, epoch, expires)
 
-        if not self._read(lambda db: _late(db, now) or db.all(PENDING)):
+        late, pending = self._read(lambda db: (_late(db, now), db.all(PENDING)))
+        if not (late or pending):
             return []  # who looks for work in vain holds up nobody
-        return self._write(work, durable=False)
+        return self._write(work, durable=False, frees=bool(late))
 
     def find(self, token: str) -> Lease:
         """The lease of a token that may still act."""
@@ -146,7 +156,7 @@ class Leases:
             return [None] * len(tokens)
         told = [held.refusal for held in self._read(lambda db: self._acting(db, tokens, now))]
         if any(told):
-            self._write(lambda db: _tally(db, told), durable=False)
+            self._write(lambda db: _tally(db, told), durable=False, frees=False)
         return told
 
     def heartbeat(self, token: str, lease_s: float) -> float:
@@ -163,7 +173,7 @@ class Leases:
             )
             return now + lease_s
 
-        return self._write(work, durable=False)
+        return self._write(work, durable=False, frees=False)
 
     def start(self, token: str) -> None:
         """LEASED -> RUNNING."""
@@ -224,7 +234,7 @@ class Leases:
         for failure, unjudged in {(one.failure, one.reward is None) for _, one in seals}:
             _check_sealed(failure, unjudged)
         now = self._clock()
-        rows = [(now, *row_of(sealed)) for _, sealed in seals]
+        rows = [(now, *row) for row in rows_of([sealed for _, sealed in seals])]
         change = (
             "UPDATE slots SET state = 'sealed', worked = ? - leased, segment = ?, min_step = ?, "
             "max_step = ?, sealed = ?"
@@ -250,9 +260,9 @@ class Leases:
             return _tally(db, [held.refusal for held in found])
 
         try:
-            return self._write(together)
+            return self._write(together, frees=False)
         except _NotAll:
-            return self._write(apart)
+            return self._write(apart, frees=False)
 
     def fail(self, token: str, failure: Failure, reason: str) -> None:
         """The attempt ended without a result."""

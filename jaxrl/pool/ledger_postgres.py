@@ -83,7 +83,7 @@ class PostgresLedger(SqlLedger):
         with self._connection() as connection, connection.transaction():
             return work(_Cursor(connection))
 
-    def _write(self, work: Callable[[Rows], T], *, durable: bool = True) -> T:
+    def _write(self, work: Callable[[Rows], T], *, durable: bool = True, frees: bool = True) -> T:
         with self._connection() as connection:
             try:
                 with connection.transaction():

@@ -32,6 +32,7 @@ class _Ticket:
 
     work: Callable[[Rows], Any]
     durable: bool
+    frees: bool
     done: bool = False
     result: Any = None
     error: Exception | None = None
@@ -62,6 +63,7 @@ class SqliteLedger(SqlLedger):
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._writer, self._reader = _connect(path), _connect(path)
         self._waiting: list[_Ticket] = []
+        self._freed = 0  # transactions of ours that others may lease something after
         self._queue, self._leading, self._reading = (threading.Lock() for _ in range(3))
         super().__init__(run, clock)
 
@@ -72,8 +74,16 @@ class SqliteLedger(SqlLedger):
             self._writer.close()
 
     def changes(self) -> int | None:
-        """Of the file, by others than whoever reads here."""
-        return self._read(lambda db: db.all("PRAGMA data_version"))[0]["data_version"]
+        """Of the file, by others, and here by what frees; None while something is written here."""
+        if not self._leading.acquire(blocking=False):
+            return None
+        try:
+            (others,) = self._writer.execute("PRAGMA data_version").fetchone()
+            return others + self._freed
+        except sqlite3.Error as error:
+            raise LedgerError(f"SQLite: {error}") from error
+        finally:
+            self._leading.release()
 
     def _read(self, work: Callable[[Rows], T]) -> T:
         with self._reading:
@@ -82,8 +92,8 @@ class SqliteLedger(SqlLedger):
             except sqlite3.Error as error:
                 raise LedgerError(f"SQLite: {error}") from error
 
-    def _write(self, work: Callable[[Rows], T], *, durable: bool = True) -> T:
-        ticket = _Ticket(work, durable)
+    def _write(self, work: Callable[[Rows], T], *, durable: bool = True, frees: bool = True) -> T:
+        ticket = _Ticket(work, durable, frees)
         with self._queue:
             self._waiting.append(ticket)
         with self._leading:  # whoever comes first commits for all that queued up meanwhile
@@ -105,6 +115,7 @@ class SqliteLedger(SqlLedger):
         except sqlite3.Error as error:
             for ticket in tickets:
                 ticket.error = LedgerError(f"SQLite: {error}")
+        self._freed += any(ticket.frees for ticket in tickets)
         for ticket in tickets:
             ticket.done = True
 

@@ -31,9 +31,16 @@ class Bell:
         left = seconds - time.monotonic() % seconds
         # A timer may end a little early: its multiple has been, though the clock does not say so.
         left = left if left > seconds / 8 else left + seconds
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await news.wait()
+        timer = asyncio.get_running_loop().call_later(left, self._look, news)
+        try:
+            await news.wait()
+        finally:
+            timer.cancel()
+
+    def _look(self, news: asyncio.Event) -> None:
+        """Its time has come: as if there were news, unless there was."""
+        if not news.is_set():
+            self.ring()
 
 
 class Room:

@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jaxrl.pool import contract
 from jaxrl.pool.engines import Engine, EngineError
@@ -135,7 +136,7 @@ def announce(path: pathlib.Path, url: str) -> None:
     half.replace(path)
 
 
-def serve(app: Starlette, at: socket.socket) -> None:
+def serve(app: ASGIApp, at: socket.socket) -> None:
     """Serve until told to end. Requests are logged nowhere: their addresses hold tokens."""
     parser: Any = httptools.__name__  # left to itself, it would not say that it has none
     config = uvicorn.Config(
@@ -143,6 +144,7 @@ def serve(app: Starlette, at: socket.socket) -> None:
         http=parser,
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # nobody asks who a client is
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )

@@ -202,20 +202,11 @@ class Part:
     def seals(self, place: Placed) -> list[tuple[str, Sealed]]:
         """What the ledger is told of each attempt. What has no reward waits for its judge."""
         turn, counts = self._turn, self._turn.counts.tolist()
-        return [
-            (
-                lease.token,
-                Sealed(
-                    *place,
-                    turn.version,
-                    turn.version,
-                    told.get("reward"),
-                    Failure.JUDGE if told.get("reward") is None else Failure.NONE,
-                    turn.stop_reasons[row],
-                    told.get("correct", False),
-                    counts[row],
-                    number,
-                ),
-            )
-            for number, (row, lease, told) in enumerate(self.rows)
-        ]
+        shared = (*place, turn.version, turn.version)
+        seals: list[tuple[str, Sealed]] = []
+        for number, (row, lease, told) in enumerate(self.rows):
+            reward = told.get("reward")
+            failure = Failure.JUDGE if reward is None else Failure.NONE
+            mine = (reward, failure, turn.stop_reasons[row], told.get("correct", False))
+            seals.append((lease.token, Sealed._make(shared + mine + (counts[row], number))))
+        return seals

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from jaxrl.pool import order
-from jaxrl.pool.compact import compact
+from jaxrl.pool.compact import compact, parsed
 from jaxrl.pool.ledger import Sealed
 from jaxrl.pool.ledger_sqlite import SqliteLedger
 from jaxrl.pool.rollout import Failure, StopReason, Version
@@ -137,3 +137,27 @@ def test_compact_json_has_the_fields_of_dataclasses_and_no_nan(reward):
             compact({"version": version, "reward": [reward, bad]})
     with pytest.raises(TypeError):
         compact({"reward": {1j}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"b": [0.1, -0, -0.0, 1e5, 5e-324, 1.7976931348623157e308, 0.30000000000000004]}',
+        b"[9223372036854775807, 18446744073709551616, -9223372036854775809, 123456789012345678901]",
+        b'{"a": 1, "a": 2, "surrogate": "\\ud800", "text": "\xe2\x98\x83"}',
+        b"[1e400, NaN, -Infinity]",
+        b"\xef\xbb\xbf[1]",
+        b" null ",
+    ],
+)
+def test_parsed_json_is_what_json_reads(text):
+    assert repr(parsed(text)) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1,]", b"'a'", b"01", b'"\xff"', b"1 2"])
+def test_what_is_no_json_is_refused_in_the_words_of_json(text):
+    with pytest.raises(ValueError) as theirs:
+        json.loads(text)
+    with pytest.raises(ValueError) as ours:
+        parsed(text)
+    assert str(ours.value) == str(theirs.value)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from jaxrl.pool.ledger import GroupState, open_ledger
+from jaxrl.pool.ledger_sqlite import SqliteLedger
 from jaxrl.pool.rollout import Failure, Version
 from tests.pool.ledgers import fill, group, lease_of, refused, sealed
 
@@ -385,3 +386,29 @@ def test_many_workers_at_once_seal_every_slot_once(place, ledger, kind):
     assert not faults
     assert sorted(done) == [(g, s) for g in range(12) for s in range(4)]
     assert {live.state for live in ledger.live()} == {GroupState.READY}
+
+
+def test_changes_tell_of_what_may_be_leased_and_who_may_have_lost_a_lease(tmp_path):
+    """Who waits for samples asks again after what another process did, or what frees samples here;
+    not after leases and seals of its own. Until then a lease holds, in its time."""
+    path = str(tmp_path / "ledger.sqlite")
+    mine, others = SqliteLedger(path, "run"), SqliteLedger(path, "run")
+    others.begin_epoch()
+    others.open_groups([group(0)])
+    seen = mine.changes()
+    assert seen is not None
+    first, second = mine.lease_many("w", 60, 2)
+    assert mine.heartbeat(first.token, 60) > 0
+    assert mine.seal_many([(first.token, sealed())]) == [None]
+    assert mine.changes() == seen and mine.still(seen, {second.expires}, 60)
+    assert not mine.still(seen, {second.expires - 60}, 60)  # its time is over
+    assert not mine.still(seen, {second.expires + 120}, 60)  # by a clock that was set back since
+    mine.fail(second.token, Failure.INFRA, "gone")
+    assert (freed := mine.changes()) is not None and freed > seen
+    assert not mine.still(seen, {second.expires}, 60)
+    others.open_groups([group(1)])
+    assert (opened := mine.changes()) is not None and opened > freed
+    assert mine._write(lambda db: mine.changes()) is None  # not known while something is written
+    assert not mine.still(None, set(), 60)
+    mine.close()
+    others.close()
