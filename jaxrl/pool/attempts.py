@@ -122,14 +122,13 @@ class Attempts:
     ) -> list[Lease]:
         """At most so many samples to attempt, waited for unless whoever asked is ``gone``."""
         until = time.monotonic() + wait_s
-        leases: list[Lease] = []
+        leases, short = list[Lease](), set[str]()
         while not gone():
             news = self.bell.news
             if not self._is_empty() and (room := self.entrance.room(most)):
                 now, seen = time.monotonic(), self._ledger.changes()
-                lease_s = self.limits.lease_s
                 async with self.entrance.taking(room):
-                    leases = await self._asked(self._ledger.lease_many, owner, lease_s, room)
+                    leases = await self._asked(self._leased, owner, room, short)
                 self.entrance.begun(leases)
                 self._empty = (seen, now) if not leases else (None, 0.0)
             if leases or time.monotonic() >= until:
@@ -141,7 +140,29 @@ class Attempts:
         now = time.time()
         self._keep({one.token: Attempt(one, self._conversation, now) for one in leases})
         self.counts["leased"] += len(leases)
+        self.counts.update(f"waited_{unit}" for unit in short)
         return leases
+
+    def _leased(self, owner: str, most: int, short: set[str]) -> list[Lease]:
+        """In a thread of the ledger: at most so many samples; adds the units that others of them
+        wait for."""
+        permits, lease_s = self.limits.permits, self.limits.lease_s
+        if not permits:
+            return self._ledger.lease_many(owner, lease_s, most)
+        granted = self._ledger.lease_within(owner, lease_s, most, permits)
+        if granted.short:
+            short.update(granted.short)
+            self.entrance.short()
+        return granted.leases
+
+    async def held(self) -> dict[str, int]:
+        """Of each unit that has a limit, what is held in the run, and how many questions for
+        samples waited for it here."""
+        permits = self.limits.permits
+        if not permits:
+            return {}
+        held = permits.held(await self._asked(self._ledger.used, permits))
+        return {**held, **{f"waited_{unit}": self.counts[f"waited_{unit}"] for unit in held}}
 
     def _is_empty(self) -> bool:
         """Whether somebody has just found nothing to lease, and nothing has changed since."""
