@@ -137,10 +137,11 @@ def worker_of(place: Place, source: Any, agent: str = "", most: int = 8) -> Work
 def test_workers_ask_for_no_more_verdicts_at_once_than_there_are_permits(tmp_path, agent, limit):
     """Of six workers that would; a seventh has died with a permit, which comes back."""
     source, ended = Costly(12, wanted=limit), threading.Event()
-    how: dict[str, Any] = dict(permits=Permits(judge_calls=limit), max_prompt_tokens=99)
-    with gateway(tmp_path, Scripted(answer_of), lease_s=2.0, **how) as place:
+    permits = Permits(judge_calls=limit)
+    how: dict[str, Any] = dict(permits=permits, max_prompt_tokens=99)
+    with gateway(tmp_path, Scripted(answer_of), **how) as place:
         open_sums(place, 12, 2)
-        assert len(leased(place, 1)) == 1  # it dies now
+        assert place.ledger.lease_within("dies now", 0.5, 1, permits).leases
 
         def work() -> None:
             worker = worker_of(place, source, agent, 1)
