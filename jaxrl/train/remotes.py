@@ -15,12 +15,12 @@ from etils import epath
 
 from jaxrl.pool.contract import Annotate, Keep
 from jaxrl.pool.ledger import open_ledger
-from jaxrl.pool.permits import UNITS, Permits, permits_for
 from jaxrl.pool.remote import RemotePool, Rules
 from jaxrl.pool.segments import Spool
 from jaxrl.pool.services import Services
 from jaxrl.tasks.contract import TaskSource
 from jaxrl.train.loop import Parts
+from jaxrl.train.pools import permits_of
 from jaxrl.train.settings import Phase
 
 
@@ -85,7 +85,6 @@ def rules_of(phase: Phase, source: TaskSource) -> Rules:
     """What the pool does about age and failure. ValueError for a limit on what no verdict of the
     source needs."""
     pool = phase.pool
-    limits = {unit: pool.__dict__[unit] for unit in UNITS}
     return Rules(
         staleness=pool.staleness,
         over_age=pool.over_age,
@@ -97,7 +96,7 @@ def rules_of(phase: Phase, source: TaskSource) -> Rules:
         keep_checkpoints=phase.checkpoint.keep,
         record=pool.record,
         quotas=pool.quotas,
-        permits=permits_for(limits, source) if any(limits.values()) else Permits(),
+        permits=permits_of(phase, source),
     )
 
 

@@ -11,7 +11,7 @@ from etils import epath
 from jaxrl.gateway import admission_of, permits_of
 from jaxrl.pool.contract import PoolError
 from jaxrl.pool.permits import Permits
-from jaxrl.train import remotes
+from jaxrl.train import remotes, rounds, settings
 from tests.train.test_settings import config, last
 
 
@@ -132,6 +132,13 @@ def test_permits_are_those_that_the_source_needs():
     assert permits_of(run) == Permits()
     limited = phase(kind="local", judge_calls=1, sandboxes=1).pool
     assert (limited.judge_calls, limited.sandboxes) == (1, 1)  # within any limit
+
+
+def test_a_limit_that_nobody_needs_is_refused_before_the_first_phase(tmp_path):
+    made = config()
+    made.pool.judge_calls = 2
+    with pytest.raises(ValueError, match="pool.judge_calls=2; allowed: 0 .no verdict of jaxrl.tas"):
+        rounds.assemble(settings.phases(made), epath.Path(tmp_path))
 
 
 def test_a_pool_whose_gateway_others_started_is_opened_without_helpers(tmp_path):
