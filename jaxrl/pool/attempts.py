@@ -128,9 +128,10 @@ class Attempts:
             if not self._is_empty() and (room := self.entrance.room(most)):
                 now, seen = time.monotonic(), self._ledger.changes()
                 async with self.entrance.taking(room):
-                    leases = await self._asked(self._leased, owner, room, short)
+                    leases = await self._asked(self._permitted, owner, room, short)
                 self.entrance.begun(leases)
-                self._empty = (seen, now) if not leases else (None, 0.0)
+                # a permit may be free again by what changes no sample that waits
+                self._empty = (None, 0.0) if leases or short else (seen, now)
             if leases or time.monotonic() >= until:
                 break
             async with self._idle:  # all who wait look in turn
@@ -143,7 +144,7 @@ class Attempts:
         self.counts.update(f"waited_{unit}" for unit in short)
         return leases
 
-    def _leased(self, owner: str, most: int, short: set[str]) -> list[Lease]:
+    def _permitted(self, owner: str, most: int, short: set[str]) -> list[Lease]:
         """In a thread of the ledger: at most so many samples; adds the units that others of them
         wait for."""
         permits, lease_s = self.limits.permits, self.limits.lease_s

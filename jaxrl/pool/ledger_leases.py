@@ -97,7 +97,7 @@ class Leases:
             self._take_back(db, now)
             return self._granted(db, owner, lease_s, most, now)
 
-        if not self._read(lambda db: late(db, now) or db.all(PENDING + " LIMIT 1")):
+        if not self._read(lambda db: overdue(db, now) or db.all(PENDING + " LIMIT 1")):
             return []  # who looks for work in vain holds up nobody
         return self._write(work, durable=False)
 
@@ -220,7 +220,7 @@ class Leases:
         )
         if weigh:
             change += ", bytes = ?"
-            each = weights([sealed for _, sealed in seals])
+            each = weights([one for _, one in seals])
             rows = [(*row, weight) for row, weight in zip(rows, each, strict=True)]
 
         def end(db: Rows, groups: Sequence[int]) -> None:
@@ -275,7 +275,8 @@ class Leases:
     def expire(self) -> int:
         """Take back leases past their time."""
         now = self._clock()
-        if not self._read(lambda db: late(db, now)):
+        late = self._read(lambda db: overdue(db, now))
+        if not late:
             return 0
         return self._write(lambda db: self._take_back(db, now), durable=False)
 
@@ -359,12 +360,12 @@ class Leases:
         return found
 
     def _take_back(self, db: Rows, now: float) -> int:
-        taken, over = 0, late(db, now)
-        if over and self.FOR_UPDATE:  # all before the first tally: others take them in this order
-            groups = {row["grp"] for row in over}
+        taken, late = 0, overdue(db, now)
+        if late and self.FOR_UPDATE:  # all before the first tally: others take them in this order
+            groups = {row["grp"] for row in late}
             query = f"SELECT id FROM rollout_groups WHERE id IN {_places(groups)} ORDER BY id"
             db.all(query + self.FOR_UPDATE, *groups)
-        for row in over:
+        for row in late:
             mine = "SELECT grp FROM slots WHERE grp = ? AND sample = ? AND token = ?"
             slot = (row["grp"], row["sample"], row["token"])
             still = db.all(f"{mine} AND state IN {LENT}", *slot)
@@ -441,7 +442,7 @@ def _shared(db: Rows, slots: Sequence[Row]) -> Sequence[Row]:
     )
 
 
-def late(db: Rows, now: float) -> Sequence[Row]:
+def overdue(db: Rows, now: float) -> Sequence[Row]:
     """Slots whose lease ran out, or was granted by a clock that was set back."""
     found = db.all(
         f"SELECT grp, sample, token, owner FROM slots WHERE state IN {LENT} "

@@ -7,7 +7,7 @@ What limits the leases is counted in the transaction that grants them, one such 
 import json
 
 from jaxrl.pool.ledger import Granted, LedgerRefusal
-from jaxrl.pool.ledger_leases import PENDING, Leases, late
+from jaxrl.pool.ledger_leases import PENDING, Leases, overdue
 from jaxrl.pool.ledger_schema import LENT, LIVE, Rows, epoch_of, sealed_of
 from jaxrl.pool.ledger_weights import weigh_groups, weights
 from jaxrl.pool.permits import BELIEVED_S, Permits, Used
@@ -43,7 +43,7 @@ class PermittedLeases(Leases):
 
         def look(db: Rows) -> Granted | None:
             """Who looks for work in vain holds up nobody."""
-            if late(db, now):
+            if overdue(db, now):
                 return None
             used = _used(db, permits, now)
             room, where, at = _room(db, most, permits, used, now)
