@@ -143,7 +143,7 @@ def test_workers_that_die_at_random_never_hold_more_than_there_are_and_all_is_se
         worker.join(120)
     assert not faults, faults
     assert sorted(done) == [(g, s) for g in range(count) for s in range(samples)]
-    assert most[0] == limit
+    assert 1 <= most[0] <= limit  # one that is not kept to grants four at once
     assert ledger.used(permits) == Used(0, 0, 0) and ledger.counts()["expired"] > 0
 
 
