@@ -183,6 +183,17 @@ def get_config(variant: str = "") -> ConfigDict:
     # empty would gain nothing
     pool.admission = "auto"
     pool.under_way = 0  # most of them, aimd or fixed; 0: no bound but the groups that are open
+    # Permits that an attempt needs besides, over all gateways and workers; 0: any number. It holds
+    # them from its lease to its seal or failure, or until its lease runs out: of a source whose
+    # verdicts need a sandbox or a judge, no more attempts are under way at all. Where whole groups
+    # are judged the trainer does so, one after the other, as the pool in this process does: either
+    # is within any limit
+    pool.judge_calls = 0  # verdicts at once that ask something which costs (a source's ``needs``)
+    pool.sandboxes = 0  # verdicts at once that run programs
+    # bytes on disk of what is sealed and not covered by a checkpoint yet; from there on no attempt
+    # begins but those of groups that the trainer waits for. By default what is under way is bounded
+    # by the groups that are open, and what stays on disk by pool.record
+    pool.spool_bytes = 0
     # aimd, shares of an engine's KV cache: below the first the limit grows, while attempts come up
     # to it and nothing waits; from the second on nothing new begins until enough have ended; from
     # the third on, or when an engine has preempted, the youngest groups are given back

@@ -127,6 +127,14 @@ def admission_of(run: dict[str, Any]) -> Any:
     )
 
 
+def permits_of(run: dict[str, Any]) -> Any:
+    """What attempts need a permit for. The task source is asked only where there is a limit."""
+    from jaxrl.pool.permits import UNITS, Permits, permits_for
+
+    limits = {unit: run["pool"][unit] for unit in UNITS}
+    return permits_for(limits, source_of(run["task"])) if any(limits.values()) else Permits()
+
+
 def build(folder: pathlib.Path) -> Any:
     """The gateway of the run in ``folder``, as an ASGI application."""
     from jaxrl.pool.answers import Limits
@@ -153,6 +161,7 @@ def build(folder: pathlib.Path) -> Any:
         lease_s=pool["lease_s"],
         wait_s=pool["watchdog_s"],
         under_way=QUEUED_BATCHES * sampler["slots"] * servers_of(run),
+        permits=permits_of(run),
     )
     ledger = open_ledger(run["ledger"], run["ledger_run"])
     spool, admission = Spool(run["spool"]), admission_of(run)

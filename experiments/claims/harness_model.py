@@ -127,6 +127,7 @@ class Source:
     """The alphabet, for the gateway's tokenizer: one text that holds all of it."""
 
     grouped = False
+    needs: tuple[str, ...] = ()
 
     def __init__(self, family: str, parameters: Any) -> None:
         pass
@@ -162,6 +163,9 @@ def told(folder: Path, seed: int) -> dict[str, Any]:
             "poll_s": 0.02,
             "admission": "fixed",
             "under_way": 0,
+            "judge_calls": 0,
+            "sandboxes": 0,
+            "spool_bytes": 0,
             "usage_marks": (0.7, 0.8, 0.9),
             "quotas": (),
         },

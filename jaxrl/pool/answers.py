@@ -14,6 +14,7 @@ from jaxrl.pool.conversation import Call, Conversation, Plan
 from jaxrl.pool.dialogue import answer_message, link
 from jaxrl.pool.engines import Batching, Engine, EngineError, Sampled
 from jaxrl.pool.ledger import Lease, LedgerRefusal
+from jaxrl.pool.permits import Permits
 from jaxrl.pool.rollout import ROUNDING, StopReason, Version
 from jaxrl.pool.tokens import name_of
 from jaxrl.pool.turns import Turn, fit
@@ -41,6 +42,7 @@ class Limits:
     lease_s: float
     wait_s: float  # for weights that are young enough
     under_way: int  # answers at once
+    permits: Permits = Permits()  # of the run, over all its gateways
 
 
 @dataclasses.dataclass(frozen=True)

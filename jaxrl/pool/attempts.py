@@ -121,30 +121,55 @@ class Attempts:
         self, owner: str, most: int, wait_s: float, gone: Callable[[], bool]
     ) -> list[Lease]:
         """At most so many samples to attempt, waited for unless whoever asked is ``gone``."""
-        until, news = time.monotonic() + wait_s, self.bell.news
-        leases = [] if gone() or self._is_empty() else await self._leased(owner, most)
+        until, news, short = time.monotonic() + wait_s, self.bell.news, set[str]()
+        leases = [] if gone() or self._is_empty() else await self._leased(owner, most, short)
         while not (leases or gone()) and time.monotonic() < until:
             async with self._idle:  # all who wait look in turn, and ask for what others left
                 await self.bell.wait(news, LOOK_S)
                 while self._is_empty() and not gone() and time.monotonic() < until:
                     await self.bell.wait(self.bell.news, LOOK_S)
                 news = self.bell.news
-                leases = [] if gone() else await self._leased(owner, most)
+                leases = [] if gone() else await self._leased(owner, most, short)
+        self.counts.update(f"waited_{unit}" for unit in short)
         return leases
 
-    async def _leased(self, owner: str, most: int) -> list[Lease]:
-        """What there is to lease now."""
+    async def _leased(self, owner: str, most: int, short: set[str]) -> list[Lease]:
+        """What there is to lease now; adds the units that others wait for."""
         if not (room := self.entrance.room(most)):
             return []
-        now, seen = time.monotonic(), self._ledger.changes()
+        now, seen, lacked = time.monotonic(), self._ledger.changes(), set[str]()
         async with self.entrance.taking(room):
-            leases = await self._asked(self._ledger.lease_many, owner, self.limits.lease_s, room)
+            leases = await self._asked(self._permitted, owner, room, lacked)
         self.entrance.begun(leases)
-        self._empty = (seen, now) if len(leases) < room else (None, 0.0)
+        # a permit may be free again by what changes no sample that waits
+        nothing_left = len(leases) < room and not lacked
+        self._empty = (seen, now) if nothing_left else (None, 0.0)
+        short |= lacked
         begin, began = self._conversation, time.time()
         self._keep({one.token: Attempt(one, begin, began, seen=seen) for one in leases})
         self.counts["leased"] += len(leases)
         return leases
+
+    def _permitted(self, owner: str, most: int, short: set[str]) -> list[Lease]:
+        """In a thread of the ledger: at most so many samples; adds the units that others of them
+        wait for."""
+        permits, lease_s = self.limits.permits, self.limits.lease_s
+        if not permits:
+            return self._ledger.lease_many(owner, lease_s, most)
+        granted = self._ledger.lease_within(owner, lease_s, most, permits)
+        if granted.short:
+            short.update(granted.short)
+            self.entrance.short()
+        return granted.leases
+
+    async def held(self) -> dict[str, int]:
+        """Of each unit that has a limit, what is held in the run, and how many questions for
+        samples waited for it here."""
+        permits = self.limits.permits
+        if not permits:
+            return {}
+        held = permits.held(await self._asked(self._ledger.used, permits))
+        return {**held, **{f"waited_{unit}": self.counts[f"waited_{unit}"] for unit in held}}
 
     def _is_empty(self) -> bool:
         """Whether somebody has just found nothing to lease, and nothing has changed since."""

@@ -2,7 +2,7 @@
 elsewhere."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -195,6 +195,12 @@ class Questions(Protocol):
     @property
     def grouped(self) -> bool:
         """Whether a group's responses are judged together, by ``verify_group``."""
+        ...
+
+    @property
+    def needs(self) -> Collection[str]:
+        """What a verdict takes one of: "judge_calls" (it asks something that costs), "sandboxes"
+        (it runs programs), or nothing; see ``jaxrl.pool.permits``."""
         ...
 
     def prompts(self, task: Any, samples: int) -> Sequence[str]:

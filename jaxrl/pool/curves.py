@@ -7,12 +7,15 @@ import numpy as np
 
 from jaxrl.pool import staleness
 from jaxrl.pool.contract import Group
+from jaxrl.pool.permits import UNITS
 from jaxrl.pool.rollout import Version
 
 # Of a gateway: its numbers now, and what grew since the take before (its processor time, what the
-# limit did, servers that told nothing, requests that engines put back).
-NOW = ("limit", "under_way", "kv_usage", "waiting")
+# limit did, servers that told nothing, requests that engines put back, questions for samples that
+# waited for a permit).
+NOW = ("limit", "under_way", "kv_usage", "waiting", *UNITS)
 GROWN = {"own_s": "s", **{name: name for name in ("grew", "trimmed", "cut", "untold", "preempted")}}
+GROWN |= {f"waited_{unit}": f"waited_{unit}" for unit in UNITS}
 
 
 class Curves:

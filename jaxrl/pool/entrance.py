@@ -55,6 +55,10 @@ class Entrance:
             self._closed |= left < most
         return max(min(left, most), 0)
 
+    def short(self) -> None:
+        """Somebody waits for what attempts hold that are under way."""
+        self._closed = True
+
     @contextlib.asynccontextmanager
     async def taking(self, count: int) -> AsyncIterator[None]:
         """Room that is kept while the ledger is asked for leases."""

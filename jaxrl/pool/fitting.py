@@ -15,6 +15,7 @@ from jaxrl.pool.rollout import Failure, Rollout, judged
 from jaxrl.pool.segments import Spool
 from jaxrl.pool.spool import RecordError
 from jaxrl.pool.verdicts import with_verdicts
+from jaxrl.pool.waiting import Waiting
 
 
 class Fitting:
@@ -23,6 +24,7 @@ class Fitting:
     def __init__(
         self,
         ledger: Ledger,
+        waiting: Waiting,
         spool: Spool,
         source: Questions,
         tokenizer: Tokenizer,
@@ -34,7 +36,7 @@ class Fitting:
         judge_attempts: int,
         watchdog_s: float,
     ) -> None:
-        self._ledger, self._spool = ledger, spool
+        self._ledger, self._waiting, self._spool = ledger, waiting, spool
         self._source, self._tokenizer, self._tasks = source, tokenizer, tasks
         self._keep, self._max_feedback_tokens = keep, max_feedback_tokens
         self._reward: Literal["exact", "score"] = reward
@@ -42,10 +44,21 @@ class Fitting:
         self._fit: dict[int, Sequence[Rollout]] = {}
 
     def fits(self, group: Live, counts: Counter[str]) -> bool:
-        """Whether a READY group may be handed over; it is void, or open again, if not."""
+        """Whether a READY group may be handed over; it is void, or open again, if not, or waits for
+        a permit to be judged."""
         if group.id in self._fit:
             return True
         members = self._ledger.members(group.id)
+        asks = any(member.sealed.failure is Failure.JUDGE for member in members)
+        if asks and not self._waiting.may_judge(self._watchdog_s * self._judge_attempts):
+            return False
+        try:
+            return self._looked_at(group, members, counts)
+        finally:
+            if asks:
+                self._waiting.judged()
+
+    def _looked_at(self, group: Live, members: Sequence[Member], counts: Counter[str]) -> bool:
         rollouts: list[Rollout] = []
         whole = True
         for member in members:

@@ -290,12 +290,11 @@ class Gateway:
         ``own_s`` is the processor time of everything but the
         engine, since the start."""
         own = self._attempts.own_s + time.thread_time()
-        told = {
-            "gateway": {**self._attempts.counts, **self._attempts.entrance.counts(), "own_s": own},
-            "engine": self._attempts.engine.counts(),
-        }
+        attempts = self._attempts
+        mine = {**attempts.counts, **attempts.entrance.counts(), **await attempts.held()}
+        told = {"gateway": {**mine, "own_s": own}, "engine": attempts.engine.counts()}
         if request.query_params.get("of") not in told:
-            told["ledger"] = await self._attempts.ledger_counts()
+            told["ledger"] = await attempts.ledger_counts()
         return JSONResponse(told)
 
 

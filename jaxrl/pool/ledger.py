@@ -19,6 +19,7 @@ import enum
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+from jaxrl.pool.permits import Permits, Used
 from jaxrl.pool.rollout import Failure, StopReason, Version
 
 # Why something is refused. Each refusal is counted as ``refused_<reason>`` in ``counts``.
@@ -102,6 +103,13 @@ class Lease(NamedTuple):
     source: str
     facts: Mapping[str, Any]
     version: Version
+
+
+class Granted(NamedTuple):
+    """Leases, and the units that more of them wait for."""
+
+    leases: list[Lease]
+    short: tuple[str, ...]
 
 
 class Sealed(NamedTuple):
@@ -270,6 +278,25 @@ class Ledger(Protocol):
         ones; returns the segments that no other slot has a part of."""
         ...
 
+    def weigh(self) -> None:
+        """Weigh what is sealed and live and was not weighed: by a gateway without a limit, or by
+        older code."""
+        ...
+
+    def lack(self, groups: int, seconds: float) -> None:
+        """A trainer waits for so many groups; believed for so many seconds, or until it is said
+        again."""
+        ...
+
+    def ask_judge(self, seconds: float, permits: Permits) -> bool:
+        """Keep a permit of each unit for the trainer, which judges one group at a time: whether it
+        may, in so many seconds. If not, no lease gets what becomes free; ask again soon."""
+        ...
+
+    def end_judging(self) -> None:
+        """The trainer needs no permit any more."""
+        ...
+
     # -- a gateway
 
     def lease(self, owner: str, lease_s: float) -> Lease | None:
@@ -280,6 +307,16 @@ class Ledger(Protocol):
 
     def lease_many(self, owner: str, lease_s: float, most: int) -> list[Lease]:
         """At most so many pending slots, as ``lease`` gives them, in one transaction."""
+        ...
+
+    def lease_within(self, owner: str, lease_s: float, most: int, permits: Permits) -> Granted:
+        """``lease_many``, but no more than there are permits for, over all gateways of the ledger.
+        Over ``spool_bytes`` only groups that a trainer said that it lacks: first those that a step
+        must have again, then as they are leased."""
+        ...
+
+    def used(self, permits: Permits) -> Used:
+        """What is held now of the units that have a limit; 0 of others."""
         ...
 
     def find(self, token: str) -> Lease:
@@ -316,9 +353,12 @@ class Ledger(Protocol):
         back yet may still seal: its work is whole."""
         ...
 
-    def seal_many(self, seals: Sequence[tuple[str, Sealed]]) -> list[LedgerRefusal | None]:
+    def seal_many(
+        self, seals: Sequence[tuple[str, Sealed]], weigh: bool = False
+    ) -> list[LedgerRefusal | None]:
         """``seal`` each token, in one transaction: its refusal, or None. What is refused does not
-        hinder the others. ValueError, with nothing done, for a token that is there twice."""
+        hinder the others. With ``weigh`` their bytes count as ``spool_bytes``; rows of one record
+        share it. ValueError, with nothing done, for a token that is there twice."""
         ...
 
     def fail(self, token: str, failure: Failure, reason: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxrl.pool.ledger import GroupState, Lease, LedgerRefusal, Reason, Sealed, SlotState
 from jaxrl.pool.ledger_schema import LENT, Row, Rows, epoch_of, leases_of, rows_of, tally
+from jaxrl.pool.ledger_weights import weigh_groups, weights
 from jaxrl.pool.rollout import Failure
 from jaxrl.pool.tokens import Claim, Tokens, fresh
 
@@ -25,27 +26,24 @@ AT_ONCE = 4096
 # A slot to be leased again.
 AGAIN = (
     "UPDATE slots SET state = 'pending', attempt = attempt + 1, token = NULL, min_step = NULL, "
-    "max_step = NULL, sealed = NULL, worked = NULL"
+    "max_step = NULL, sealed = NULL, worked = NULL, bytes = NULL"
 )
 
 # Which pending slots are leased first: of the oldest version, then what takes longest.
 FIRST_COME = "g.dispatched, g.expected DESC, s.grp, s.sample"
 
-# Lease the first pending slots, in one statement.
-FIRST = (
-    "WITH first AS (SELECT s.grp, s.sample FROM slots s JOIN rollout_groups g ON g.id = s.grp "
-    f"WHERE s.state = 'pending' AND g.state = 'open' ORDER BY {FIRST_COME} LIMIT ?"
+# Whether there is anything to lease.
+PENDING = (
+    "SELECT s.grp, s.sample FROM slots s JOIN rollout_groups g ON g.id = s.grp "
+    "WHERE s.state = 'pending' AND g.state = 'open'"
 )
+
+# Lease the first pending slots, in one statement.
+FIRST = f" ORDER BY {FIRST_COME} LIMIT ?"
 LEASED = (
     ") UPDATE slots SET state = 'leased', token = ?, owner = ?, expires = ?, lease_s = ?, "
     "leased = ? WHERE (grp, sample) IN (SELECT grp, sample FROM first) "
     "RETURNING grp, sample, attempt, prompt"
-)
-
-# Whether there is anything to lease.
-PENDING = (
-    "SELECT s.grp FROM slots s JOIN rollout_groups g ON g.id = s.grp "
-    "WHERE s.state = 'pending' AND g.state = 'open' LIMIT 1"
 )
 
 
@@ -106,20 +104,9 @@ class Leases:
 
         def work(db: Rows) -> list[Lease]:
             self._take_back(db, now)
-            epoch, once, expires = epoch_of(db), fresh(), now + lease_s
-            values = (most, once, owner, expires, lease_s, now)
-            found = db.all(FIRST + self.SKIP_LOCKED + LEASED, *values)
-            if not found:
-                return []
-            shared = _shared(db, found)
-            ages = sorted([(row["dispatched"], -row["expected"], row["id"]) for row in shared])
-            turn = {group: place for place, (_, _, group) in enumerate(ages)}
-            found = sorted(found, key=lambda row: (turn[row["grp"]], row["sample"]))
-            slots = [(row["grp"], row["sample"], row["attempt"]) for row in found]
-            granted = zip(found, self._tokens.grant(slots, epoch, once), strict=True)
-            return leases_of(list(granted), shared, epoch, expires)
+            return self._granted(db, owner, lease_s, most, now)
 
-        late, pending = self._read(lambda db: (_late(db, now), db.all(PENDING)))
+        late, pending = self._read(lambda db: (overdue(db, now), db.all(PENDING + " LIMIT 1")))
         if not (late or pending):
             return []  # who looks for work in vain holds up nobody
         return self._write(work, durable=False, frees=bool(late))
@@ -226,7 +213,9 @@ class Leases:
         """LEASED or RUNNING -> SEALED."""
         _raised(self.seal_many([(token, sealed)]))
 
-    def seal_many(self, seals: Sequence[tuple[str, Sealed]]) -> list[LedgerRefusal | None]:
+    def seal_many(
+        self, seals: Sequence[tuple[str, Sealed]], weigh: bool = False
+    ) -> list[LedgerRefusal | None]:
         """LEASED or RUNNING -> SEALED."""
         tokens = [token for token, _ in seals]
         if len(set(tokens)) < len(tokens):
@@ -239,10 +228,16 @@ class Leases:
             "UPDATE slots SET state = 'sealed', worked = ? - leased, segment = ?, min_step = ?, "
             "max_step = ?, sealed = ?"
         )
+        if weigh:
+            change += ", bytes = ?"
+            each = weights([one for _, one in seals])
+            rows = [(*row, weight) for row, weight in zip(rows, each, strict=True)]
 
         def end(db: Rows, groups: Sequence[int]) -> None:
             stamp = "UPDATE rollout_groups SET sealed = ? WHERE id = ?"
             db.many(stamp, [(now, group) for group in groups])
+            if weigh:
+                weigh_groups(db, groups)
             _settle(db, groups)
 
         def together(db: Rows) -> list[LedgerRefusal | None]:
@@ -290,12 +285,29 @@ class Leases:
     def expire(self) -> int:
         """Take back leases past their time."""
         now = self._clock()
-        late = self._read(lambda db: _late(db, now))
+        late = self._read(lambda db: overdue(db, now))
         if not late:
             return 0
         return self._write(lambda db: self._take_back(db, now), durable=False)
 
     # -- steps of transactions
+
+    def _granted(
+        self, db: Rows, owner: str, lease_s: float, most: int, now: float, where: str = "", *at: int
+    ) -> list[Lease]:
+        """The first pending slots, leased; ``where`` is a further condition, ``at`` its values."""
+        epoch, once, expires = epoch_of(db), fresh(), now + lease_s
+        first = f"WITH first AS ({PENDING}{where}{FIRST}{self.SKIP_LOCKED}{LEASED}"
+        found = db.all(first, *at, most, once, owner, expires, lease_s, now)
+        if not found:
+            return []
+        shared = _shared(db, found)
+        ages = sorted([(row["dispatched"], -row["expected"], row["id"]) for row in shared])
+        turn = {group: place for place, (_, _, group) in enumerate(ages)}
+        found = sorted(found, key=lambda row: (turn[row["grp"]], row["sample"]))
+        slots = [(row["grp"], row["sample"], row["attempt"]) for row in found]
+        granted = zip(found, self._tokens.grant(slots, epoch, once), strict=True)
+        return leases_of(list(granted), shared, epoch, expires)
 
     def _move(
         self,
@@ -358,7 +370,7 @@ class Leases:
         return found
 
     def _take_back(self, db: Rows, now: float) -> int:
-        taken, late = 0, _late(db, now)
+        taken, late = 0, overdue(db, now)
         if late and self.FOR_UPDATE:  # all before the first tally: others take them in this order
             groups = {row["grp"] for row in late}
             query = f"SELECT id FROM rollout_groups WHERE id IN {_places(groups)} ORDER BY id"
@@ -387,7 +399,7 @@ class Leases:
             db.run(AGAIN + " WHERE grp = ? AND sample = ?", group, sample)
             return
         db.run(
-            "UPDATE slots SET state = 'failed', min_step = NULL, max_step = NULL "
+            "UPDATE slots SET state = 'failed', min_step = NULL, max_step = NULL, bytes = NULL "
             "WHERE grp = ? AND sample = ?",
             group,
             sample,
@@ -440,7 +452,8 @@ def _shared(db: Rows, slots: Sequence[Row]) -> Sequence[Row]:
     )
 
 
-def _late(db: Rows, now: float) -> Sequence[Row]:
+def overdue(db: Rows, now: float) -> Sequence[Row]:
+    """Slots whose lease ran out, or was granted by a clock that was set back."""
     found = db.all(
         f"SELECT grp, sample, token, owner FROM slots WHERE state IN {LENT} "
         "AND (expires <= ? OR expires - lease_s > ?)",

@@ -9,8 +9,12 @@ from jaxrl.pool.compact import compact
 from jaxrl.pool.ledger import GroupState, Lease, Live, OpenGroup, Sealed, SlotState
 from jaxrl.pool.rollout import Failure, StopReason, Version
 
-# 1 had a table of all tokens, 2 whole ones in the slots, 3 knew no durations and no cancelling
-SCHEMA_VERSION = 4
+# 1 had a table of all tokens, 2 whole ones in the slots, 3 knew no durations and no cancelling, 4
+# weighed nothing
+SCHEMA_VERSION = 5
+
+# A group's sum of bytes is read from here; where nothing is weighed, nothing is in it.
+WEIGHED = "CREATE INDEX IF NOT EXISTS weighed_slots ON slots (grp, bytes) WHERE bytes IS NOT NULL"
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -22,7 +26,7 @@ TABLES = (
         dispatched BIGINT NOT NULL, samples BIGINT NOT NULL, max_attempts BIGINT NOT NULL,
         min_group BIGINT NOT NULL, generation BIGINT NOT NULL, reissued BIGINT NOT NULL,
         opened DOUBLE PRECISION NOT NULL, sealed DOUBLE PRECISION,
-        expected DOUBLE PRECISION NOT NULL DEFAULT 0)""",
+        expected DOUBLE PRECISION NOT NULL DEFAULT 0, bytes BIGINT)""",
     "CREATE INDEX IF NOT EXISTS live_groups ON rollout_groups (id) "
     "WHERE state IN ('open', 'ready', 'reserved')",
     "CREATE INDEX IF NOT EXISTS void_groups ON rollout_groups (voided) WHERE state = 'void'",
@@ -31,9 +35,10 @@ TABLES = (
         spent BIGINT NOT NULL, prompt TEXT NOT NULL, token TEXT, owner TEXT,
         expires DOUBLE PRECISION, lease_s DOUBLE PRECISION, reason TEXT, segment TEXT,
         min_step BIGINT, max_step BIGINT, sealed TEXT, leased DOUBLE PRECISION,
-        worked DOUBLE PRECISION, cancelled BIGINT, PRIMARY KEY (grp, sample))""",
+        worked DOUBLE PRECISION, cancelled BIGINT, bytes BIGINT, PRIMARY KEY (grp, sample))""",
     "CREATE INDEX IF NOT EXISTS pending_slots ON slots (grp, sample) WHERE state = 'pending'",
     "CREATE INDEX IF NOT EXISTS lent_slots ON slots (expires) WHERE state IN ('leased', 'running')",
+    WEIGHED,
 )
 
 # What an older ledger lacks, by the version that brought it.
@@ -43,6 +48,11 @@ BROUGHT = {
         "ALTER TABLE slots ADD COLUMN leased DOUBLE PRECISION",  # when the present attempt was
         "ALTER TABLE slots ADD COLUMN worked DOUBLE PRECISION",  # seconds from then to its seal
         "ALTER TABLE slots ADD COLUMN cancelled BIGINT",  # the last attempt that was given back
+    ),
+    5: (
+        "ALTER TABLE rollout_groups ADD COLUMN bytes BIGINT",  # the sum of its slots'
+        "ALTER TABLE slots ADD COLUMN bytes BIGINT",  # of a sealed one, on disk
+        WEIGHED,
     ),
 }
 

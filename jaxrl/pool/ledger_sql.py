@@ -1,7 +1,8 @@
 """A ledger in SQL that SQLite and PostgreSQL both read: the trainer's half, and the whole.
 
 What differs (connections, how a transaction is begun, row locks) is in ``ledger_sqlite.py`` and
-``ledger_postgres.py``; leases are in ``ledger_leases.py``.
+``ledger_postgres.py``; leases are in ``ledger_leases.py``, their permits in
+``ledger_permits.py``.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from jaxrl.pool.ledger import (
     SlotState,
     Voided,
 )
-from jaxrl.pool.ledger_leases import AGAIN, Leases, void
+from jaxrl.pool.ledger_leases import AGAIN, void
+from jaxrl.pool.ledger_permits import JUDGING, LACKING, PermittedLeases
 from jaxrl.pool.ledger_schema import (
     BROUGHT,
     LENT,
@@ -35,18 +37,18 @@ from jaxrl.pool.ledger_schema import (
     sealed_of,
     tally,
 )
+from jaxrl.pool.ledger_weights import weigh_groups
 from jaxrl.pool.rollout import Version
 from jaxrl.pool.tokens import Tokens
 
 
-class SqlLedger(Leases):
+class SqlLedger(PermittedLeases):
     """A Ledger over a database; see ``jaxrl.pool.ledger.Ledger`` for what each method promises."""
 
     MADE = ""  # a query that finds the table ``meta``, if there is one
 
     def __init__(self, run: str, clock: Callable[[], float] = time.time) -> None:
         super().__init__(clock)
-        self._began: int | None = None  # the epoch that this object began, of a trainer
         self._write(lambda db: self._create(db, run))
 
     def close(self) -> None:
@@ -133,6 +135,7 @@ class SqlLedger(Leases):
             lock = f"SELECT id FROM rollout_groups WHERE state IN {LIVE} ORDER BY id"
             db.all(lock + self.FOR_UPDATE)
             db.run("UPDATE meta SET value = ? WHERE name = 'epoch'", str(epoch))
+            db.run("DELETE FROM meta WHERE name IN (?, ?)", LACKING, JUDGING)
             db.run(
                 "UPDATE slots SET state = 'pending', attempt = attempt + 1, token = NULL "
                 f"WHERE state IN {LENT}"
@@ -271,6 +274,7 @@ class SqlLedger(Leases):
                 group,
             )
             db.run(AGAIN + " WHERE grp = ?", group)
+            weigh_groups(db, [group])
             tally(db, "reissued")
 
         self._write(work)
@@ -284,6 +288,7 @@ class SqlLedger(Leases):
             db.run("UPDATE rollout_groups SET state = 'open' WHERE id = ?", group)
             tally(db, "reopened")
             self._again(db, group, sample, reason)
+            weigh_groups(db, [group])
 
         self._write(work)
 
@@ -347,11 +352,6 @@ class SqlLedger(Leases):
         return self._write(work)
 
     # -- steps of transactions
-
-    def _check_mine(self, db: Rows) -> None:
-        epoch = epoch_of(db)
-        if self._began is not None and epoch != self._began:
-            raise LedgerRefusal("fenced", f"this is epoch {self._began}, epoch {epoch} has begun")
 
     def _lock(self, db: Rows, group: int, *states: GroupState) -> None:
         """Lock a group that is in one of the states; refused otherwise."""

@@ -35,10 +35,12 @@ from jaxrl.pool.fitting import Fitting
 from jaxrl.pool.ledger import GroupState, Ledger, LedgerRefusal, Live, OpenGroup, SlotState
 from jaxrl.pool.local import COUNTS as LOCAL_COUNTS
 from jaxrl.pool.openings import Openings
+from jaxrl.pool.permits import Permits
 from jaxrl.pool.ranges import Ranges
 from jaxrl.pool.rollout import Version, digest_of
 from jaxrl.pool.segments import Spool
 from jaxrl.pool.shards import of_shard
+from jaxrl.pool.waiting import Waiting
 
 # Besides those of a local pool; every count is in every manifest.
 COUNTS = (
@@ -70,6 +72,7 @@ class Rules:
     keep_checkpoints: int  # segments of steps that none of these covers may go; see ``record``
     record: bool  # keep all segments
     quotas: Sequence[tuple[str, float]]  # of universes; see ``Quotas``
+    permits: Permits = Permits()  # that attempts need
 
 
 class Helpers(Protocol):
@@ -131,6 +134,7 @@ class RemotePool:
         self._ledger, self._spool, self._folder = ledger, spool, pathlib.Path(folder)
         self._rules, self._annotate, self._helpers = rules, annotate, helpers
         self._samples, self._seed = rollouts_per_group, seed
+        self._waiting = Waiting(ledger, rules.permits)
         self._openings = Openings(
             self._tasks,
             source,
@@ -144,8 +148,11 @@ class RemotePool:
             quotas=rules.quotas,
             universes={task.source for task in whole},
         )
+        # what was consumed, and is covered by a checkpoint
+        self._committed, self._meter, self._curves = Ranges(), staleness.DropMeter(), Curves()
         self._fitting = Fitting(
             ledger,
+            self._waiting,
             spool,
             source,
             tokenizer,
@@ -156,16 +163,13 @@ class RemotePool:
             judge_attempts=rules.max_attempts,
             watchdog_s=rules.watchdog_s,
         )
-        self._committed = Ranges()  # consumed, and covered by a checkpoint
-        self._taken: dict[int, list[int]] = {}  # consumed by steps that none covers yet
+        self._taken: dict[int, list[int]] = {}  # consumed by steps that no checkpoint covers yet
         # void groups of the ledger that were seen, those of this take that are not refilled, and
         # the next step
         self._voids = self._lapsed = self._step = 0
         self._refills: list[int] = []  # generations of groups to be drawn for void ones
-        self._meter, self._curves = staleness.DropMeter(), Curves()
         # the newest version, and the first one of this process
-        self._version: Version | None = None
-        self._resumed: Version | None = None
+        self._version = self._resumed = None
         self._covered: list[int] = []  # steps of checkpoints, as they were committed
 
     # -- the contract
@@ -279,6 +283,8 @@ class RemotePool:
         if not self._committed:
             self._step = version.step
         self._ledger.reconcile(self._step, list(self._committed))
+        if self._rules.permits.spool_bytes:
+            self._ledger.weigh()
         for void in self._ledger.voided(0):
             self._voids += 1
             self._openings.lose(void.id, void.content_hash, void.reason)
@@ -320,7 +326,9 @@ class RemotePool:
                 chosen = self._chosen(live, n, step, counts)
                 if chosen is not None:
                     self._reserve(step, chosen)
+                    self._waiting.over()
                     return chosen
+                self._waiting.lacks(live, n, step)
                 seen = [(g.id, g.state, g.reissued, g.slots[SlotState.SEALED]) for g in live]
                 if seen != news:
                     news, since = seen, time.monotonic()

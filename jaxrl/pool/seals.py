@@ -68,7 +68,7 @@ class Seals:
 
     def _taken(self, seals: Sequence[tuple[str, Sealed]]) -> dict[str, Exception]:
         """Have the ledger take what is in one segment; what it refuses."""
-        told = self._ledger.seal_many(seals)
+        told = self._ledger.seal_many(seals, self._limits.permits.spool_bytes > 0)
         if all(told):
             self._spool.gc([seals[0][1].segment])
         return _refused([token for token, _ in seals], told)

@@ -178,6 +178,8 @@ class Source:
         self._wanted: dict[Split, int] = {"train": train_prompts, "held_out": held_out_prompts}
         self._separator = ":" if family == "expressions" else "=>"
 
+    needs = ("sandboxes",)
+
     @property
     def grouped(self) -> bool:
         """Coders alone are judged one by one."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 Split = Literal["train", "held_out"]
@@ -42,6 +42,12 @@ class TaskSource(Protocol):
     @property
     def grouped(self) -> bool:
         """Whether the responses of a group are judged together (tournaments, outcome matrices)."""
+        ...
+
+    @property
+    def needs(self) -> Collection[str]:
+        """What a verdict takes one of: "judge_calls" (it asks something that costs), "sandboxes"
+        (it runs programs), or nothing. A run may limit how many there are at once."""
         ...
 
     def tasks(self, split: Split) -> Sequence[Task]:

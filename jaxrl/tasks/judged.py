@@ -103,6 +103,7 @@ class Source(reasoning.Source):
     """
 
     grouped = True
+    needs = ("judge_calls",)
 
     def __init__(self, family: str, parameters: Mapping[str, Any], **sizes: Any) -> None:
         own = dict(parameters)

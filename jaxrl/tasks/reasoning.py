@@ -52,6 +52,7 @@ class Source:
     """
 
     grouped = False
+    needs: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ class Source:
     """
 
     grouped = False
+    needs: tuple[str, ...] = ()
 
     def __init__(
         self,

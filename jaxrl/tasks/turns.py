@@ -99,6 +99,7 @@ class Source:
     """
 
     grouped = False
+    needs: tuple[str, ...] = ()
 
     def __init__(
         self,

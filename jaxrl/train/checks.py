@@ -53,6 +53,12 @@ def admission(pool: Any) -> None:
             f"pool.under_way={pool.under_way!r}; allowed: 0 (no bound), or at least "
             f"pool.rollouts_per_group={pool.rollouts_per_group}"
         )
+    at_least("pool", pool, "judge_calls", "sandboxes", "spool_bytes", least=0)
+    if pool.spool_bytes and pool.kind == "local":
+        raise ValueError(
+            f"pool.spool_bytes={pool.spool_bytes!r} with pool.kind='local'; allowed: 0 (nothing "
+            "waits on disk for this trainer)"
+        )
     shares(pool.quotas)
 
 

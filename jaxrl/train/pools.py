@@ -14,6 +14,7 @@ from jaxrl.pool import filtering, recorded
 from jaxrl.pool.characters import WIDTHS, train_characters
 from jaxrl.pool.contract import Annotate, RolloutPool
 from jaxrl.pool.local import LocalPool
+from jaxrl.pool.permits import UNITS, Permits, permits_for
 from jaxrl.pool.recorded import NoRecords, RecordedPool
 from jaxrl.pool.rollout import Rollout
 from jaxrl.pool.shards import of_shard
@@ -130,6 +131,13 @@ def together(annotations: list[Annotate]) -> Annotate | None:
         ]
 
     return annotate
+
+
+def permits_of(phase: Phase, source: TaskSource) -> Permits:
+    """What a phase's attempts need a permit for. ValueError naming the field for a limit on what no
+    verdict of the source needs."""
+    limits = {unit: phase.pool.__dict__[unit] for unit in UNITS}
+    return permits_for(limits, source) if any(limits.values()) else Permits()
 
 
 def open_pool(phase: Phase, parts: Parts, books: Books) -> RolloutPool:

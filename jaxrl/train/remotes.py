@@ -18,7 +18,9 @@ from jaxrl.pool.ledger import open_ledger
 from jaxrl.pool.remote import RemotePool, Rules
 from jaxrl.pool.segments import Spool
 from jaxrl.pool.services import Services
+from jaxrl.tasks.contract import TaskSource
 from jaxrl.train.loop import Parts
+from jaxrl.train.pools import permits_of
 from jaxrl.train.settings import Phase
 
 
@@ -40,6 +42,7 @@ def open_remote(
             f"pool.local_dir={pool.local_dir!r} beside a workdir at {folder}; allowed with "
             "pool.kind='remote': a folder on a local disk"
         )
+    rules = rules_of(phase, parts.source)
     root = os.path.abspath(folder)
     address = pool.ledger
     if address == "sqlite":
@@ -64,7 +67,7 @@ def open_remote(
         root,
         parts.tokenizer,
         parts.source,
-        rules_of(phase),
+        rules,
         seed=phase.seed,
         rollouts_per_group=pool.rollouts_per_group,
         max_prompt_tokens=max(phase.sampler.prompt_buckets),
@@ -78,8 +81,9 @@ def open_remote(
     )
 
 
-def rules_of(phase: Phase) -> Rules:
-    """What the pool does about age and failure."""
+def rules_of(phase: Phase, source: TaskSource) -> Rules:
+    """What the pool does about age and failure. ValueError for a limit on what no verdict of the
+    source needs."""
     pool = phase.pool
     return Rules(
         staleness=pool.staleness,
@@ -92,6 +96,7 @@ def rules_of(phase: Phase) -> Rules:
         keep_checkpoints=phase.checkpoint.keep,
         record=pool.record,
         quotas=pool.quotas,
+        permits=permits_of(phase, source),
     )
 
 

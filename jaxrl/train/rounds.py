@@ -22,7 +22,15 @@ from jaxrl.train import hosts, loop, optimizer, report, roles, settings, starts
 from jaxrl.train.checkpoint import Checkpoints, Restored
 from jaxrl.train.loop import Books, Models, Parts, Reader
 from jaxrl.train.metrics import Logger, Progress
-from jaxrl.train.pools import named_teacher, open_pool, pool_folder, read_by, stored, text_reader
+from jaxrl.train.pools import (
+    named_teacher,
+    open_pool,
+    permits_of,
+    pool_folder,
+    read_by,
+    stored,
+    text_reader,
+)
 from jaxrl.train.settings import STARTS, Phase
 from jaxrl.train.state import STUDENT, TrainState, create, place, roles_of, shardings
 from jaxrl.train.workdir import Workdir
@@ -76,6 +84,8 @@ def assemble(phases: list[Phase], root: epath.Path) -> Parts:
         held_out_prompts=task.held_out_prompts,
         held_out_fraction=task.held_out_fraction,
     )
+    for each in phases:
+        permits_of(each, source)  # refused now, and not a phase later
     with tempfile.TemporaryDirectory() as beside:  # the other processes make the same bytes
         where = epath.Path(beside) if hosts.crew().index else folder
         tokenizer = read_by(phase.pool.tokenizer, source, phase, where)

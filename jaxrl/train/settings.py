@@ -101,6 +101,9 @@ class PoolConfig:
     max_body_bytes: int
     admission: Literal["auto", "aimd", "fixed"]
     under_way: int
+    judge_calls: int
+    sandboxes: int
+    spool_bytes: int
     usage_marks: tuple[float, float, float]
     quotas: tuple[tuple[str, float], ...]
 

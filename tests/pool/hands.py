@@ -18,6 +18,7 @@ from jaxrl.pool.contract import Request
 from jaxrl.pool.judging import judge
 from jaxrl.pool.ledger import Lease, Ledger, LedgerRefusal, Sealed
 from jaxrl.pool.ledger_sqlite import SqliteLedger
+from jaxrl.pool.permits import Permits
 from jaxrl.pool.remote import RemotePool, Rules
 from jaxrl.pool.rollout import (
     ACTION,
@@ -43,6 +44,7 @@ RULES: dict[str, Any] = dict(
     keep_checkpoints=2,
     record=True,
     quotas=(),
+    permits=Permits(),
 )
 
 
@@ -103,10 +105,11 @@ def seal(
     lease: Lease,
     rollout: Rollout,
     damage: Callable[[pathlib.Path], None] = lambda path: None,
+    weigh: bool = False,
 ) -> None:
     """Write a rollout and seal the attempt with it; ``damage`` is done to the segment in
     between."""
-    (refusal,) = seal_all(ledger, spool, [lease], [rollout], damage)
+    (refusal,) = seal_all(ledger, spool, [lease], [rollout], damage, weigh)
     if refusal:
         raise refusal
 
@@ -117,13 +120,14 @@ def seal_all(
     leases: Sequence[Lease],
     rollouts: Sequence[Rollout],
     damage: Callable[[pathlib.Path], None] = lambda path: None,
+    weigh: bool = False,
 ) -> list[LedgerRefusal | None]:
     """``seal`` several into one segment, and in one transaction."""
     first = (leases[0].group, leases[0].sample, leases[0].attempt)
     placed = spool.seal(first, [encode(rollout) for rollout in rollouts])
     damage(spool.root / placed[0].segment)
     seals = zip(leases, map(sealed_of, rollouts, placed), strict=True)
-    return ledger.seal_many([(lease.token, sealed) for lease, sealed in seals])
+    return ledger.seal_many([(lease.token, sealed) for lease, sealed in seals], weigh)
 
 
 def sealed_of(rollout: Rollout, placed: Placed) -> Sealed:
@@ -156,9 +160,11 @@ class Hands:
         threads: int = 1,
         lease_s: float = 30.0,
         ledger: Ledger | None = None,
+        permits: Permits | None = None,
     ) -> None:
         self.folder, self.source, self.respond, self.trouble = folder, source, respond, trouble
         self.spool, self.lease_s, self.ledger = Spool(folder / "spool"), lease_s, ledger
+        self.permits = permits or Permits()
         self.faults: list[BaseException] = []
         self.refused: list[str] = []
         self._stop = threading.Event()
@@ -180,10 +186,11 @@ class Hands:
         ledger = self.ledger or SqliteLedger(str(self.folder / "ledger.sqlite"), "run")
         try:
             while not self._stop.is_set():
-                lease = ledger.lease("hands", self.lease_s)
-                if lease is None:
+                granted = ledger.lease_within("hands", self.lease_s, 1, self.permits)
+                if not granted.leases:
                     time.sleep(0.002)
                     continue
+                (lease,) = granted.leases
                 try:
                     self._attempt(ledger, lease)
                 except LedgerRefusal as refusal:
@@ -207,7 +214,7 @@ class Hands:
             ledger.fail(lease.token, trouble, "as the test says")
             return
         rollout = rollout_of(lease, self.respond, self.source, version, **(trouble or {}))
-        seal(ledger, self.spool, lease, rollout)
+        seal(ledger, self.spool, lease, rollout, weigh=self.permits.spool_bytes > 0)
 
 
 def remote_pool(

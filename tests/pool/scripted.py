@@ -41,6 +41,7 @@ class Sums:
     """Questions 0+1=, 1+1=, ...; a right response is the sum."""
 
     grouped = False
+    needs: tuple[str, ...] = ()
 
     def __init__(self, count: int) -> None:
         self._tasks = [self._task(n) for n in range(count)]

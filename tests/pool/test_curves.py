@@ -14,5 +14,12 @@ def test_a_gateway_that_was_started_again_counts_from_nothing():
     assert curves.gateway({}) == {}
     again = curves.gateway({"cut": 9, "own_s": 0.5})
     assert (again["gateway_cut"], again["gateway_s"]) == (9.0, 0.5)
+    permits = {"spool_bytes": 70, "waited_spool_bytes": 2}
+    assert curves.gateway(permits) == {
+        "gateway_spool_bytes": 70.0,
+        "gateway_waited_spool_bytes": 2.0,
+    }
+    told = curves.gateway(permits | {"waited_spool_bytes": 5})
+    assert told["gateway_waited_spool_bytes"] == 3.0
     curves.gateway(each[-1])
     assert curves.gateway(each[-1] | {"cut": 8})["gateway_cut"] == 1.0

@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 from etils import epath
 
-from jaxrl.gateway import admission_of
+from jaxrl.gateway import admission_of, permits_of
 from jaxrl.pool.contract import PoolError
-from jaxrl.train import remotes
+from jaxrl.pool.permits import Permits
+from jaxrl.train import remotes, rounds, settings
 from tests.train.test_settings import config, last
 
 
@@ -44,6 +45,13 @@ def phase(algorithm: dict[str, Any] | None = None, **pool: Any):
         ({"under_way": 3}, "pool.under_way=3; allowed: 0 .no bound., or at least .*_group=4"),
         ({"usage_marks": (0.7, 0.9)}, "pool.usage_marks=.0.7, 0.9.; allowed: target, trim and"),
         ({"usage_marks": (0.9, 0.8, 0.7)}, "pool.usage_marks=.0.9, 0.8, 0.7.; allowed"),
+        ({"sandboxes": -1}, "pool.sandboxes=-1 is too small; allowed: >= 0"),
+        ({"judge_calls": -1}, "pool.judge_calls=-1 is too small; allowed: >= 0"),
+        ({"spool_bytes": -1}, "pool.spool_bytes=-1 is too small; allowed: >= 0"),
+        (
+            {"spool_bytes": 9, "kind": "local"},
+            "pool.spool_bytes=9 with pool.kind='local'; allowed: 0",
+        ),
         ({"quotas": (("(", 0.5),)}, "pool.quotas has .*0.5. .missing"),
         ({"quotas": (("code", 0.0),)}, "pool.quotas has .'code', 0.0.; allowed: pairs"),
         ({"quotas": ("code",)}, "pool.quotas has 'code' .too many"),
@@ -109,6 +117,28 @@ def test_helpers_are_told_what_they_need_as_json(tmp_path):
     assert again["model"]["width"] == 32 and again["task"]["reward"] == "exact"
     assert again["pool"]["lease_s"] == 60.0 and again["sampler"]["temperature"] == 1.0
     assert set(again["mesh"].values()) == {1}
+
+
+def test_permits_are_those_that_the_source_needs():
+    from tests.pool.test_permits import Contest, Costly
+
+    asked = phase(judge_calls=3, spool_bytes=9)
+    assert remotes.rules_of(asked, Costly(1)).permits == Permits(spool_bytes=9, judge_calls=3)
+    assert remotes.rules_of(asked, Contest(1)).permits == Permits(spool_bytes=9)
+    assert remotes.rules_of(phase(), Costly(1)).permits == Permits()
+    with pytest.raises(ValueError, match="pool.sandboxes=1; allowed: 0 .no verdict of tests.pool"):
+        remotes.rules_of(phase(sandboxes=1), Costly(1))
+    run = json.loads(json.dumps(remotes.described(phase(), "p", "run", "ledger", "spool")))
+    assert permits_of(run) == Permits()
+    limited = phase(kind="local", judge_calls=1, sandboxes=1).pool
+    assert (limited.judge_calls, limited.sandboxes) == (1, 1)  # within any limit
+
+
+def test_a_limit_that_nobody_needs_is_refused_before_the_first_phase(tmp_path):
+    made = config()
+    made.pool.judge_calls = 2
+    with pytest.raises(ValueError, match="pool.judge_calls=2; allowed: 0 .no verdict of jaxrl.tas"):
+        rounds.assemble(settings.phases(made), epath.Path(tmp_path))
 
 
 def test_a_pool_whose_gateway_others_started_is_opened_without_helpers(tmp_path):
