@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool
 
 from jaxrl.algorithms.contract import Algorithm, Reading
 from jaxrl.batch import Batch, Credit
-from jaxrl.mesh import ways
+from jaxrl.mesh import compiler_options, ways
 from jaxrl.train import accumulate, routing
 from jaxrl.train.accumulate import (
     ADVANTAGE,
@@ -188,6 +188,7 @@ class Step:
                 in_shardings=(where, self.student.passes.rows),
                 out_shardings=(where, everywhere),
                 donate_argnums=0,
+                compiler_options=compiler_options(self.mesh),
             )
         return self._compiled
 
