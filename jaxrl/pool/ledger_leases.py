@@ -5,12 +5,22 @@ one group cannot both miss that they were the last.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jaxrl.pool.ledger import GroupState, Lease, LedgerRefusal, Reason, Sealed, SlotState
-from jaxrl.pool.ledger_schema import LENT, Row, Rows, epoch_of, leases_of, rows_of, tally
+from jaxrl.pool.ledger_schema import (
+    LENT,
+    Row,
+    Rows,
+    epoch_of,
+    leases_of,
+    places_of,
+    rows_of,
+    shared_of,
+    tally,
+    tally_refusals,
+)
 from jaxrl.pool.ledger_weights import weigh_groups, weights
 from jaxrl.pool.rollout import Failure
 from jaxrl.pool.tokens import Claim, Tokens, fresh
@@ -123,12 +133,9 @@ class Leases:
 
         def work(db: Rows) -> list[Lease]:
             found = db.all(query, claim.group, claim.sample, claim.once)
-            slots = [(slot, token) for slot in found]
-            return [
-                lease
-                for slot in slots
-                for lease in leases_of([slot], _shared(db, found), claim.epoch, slot[0]["expires"])
-            ]
+            shared = shared_of(db, found)
+            slots = [([(slot, token)], slot["expires"]) for slot in found]
+            return [x for slot, ends in slots for x in leases_of(slot, shared, claim.epoch, ends)]
 
         found = self._read(work)
         return found[0] if found else self.find(token)  # it was taken back meanwhile
@@ -143,7 +150,7 @@ class Leases:
             return [None] * len(tokens)
         told = [held.refusal for held in self._read(lambda db: self._acting(db, tokens, now))]
         if any(told):
-            self._write(lambda db: _tally(db, told), durable=False, frees=False)
+            self._write(lambda db: tally_refusals(db, told), durable=False, frees=False)
         return told
 
     def heartbeat(self, token: str, lease_s: float) -> float:
@@ -202,7 +209,7 @@ class Leases:
                 change + " WHERE grp = ? AND sample = ?",
                 [(*values, held.group, held.sample) for held in found if not held.refusal],
             )
-            return _tally(db, [held.refusal for held in found])
+            return tally_refusals(db, [held.refusal for held in found])
 
         try:
             return self._write(together, durable=False)
@@ -252,7 +259,7 @@ class Leases:
                 [(*row, held.group, held.sample) for held, row in good],
             )
             end(db, sorted({held.group for held, _ in good}))
-            return _tally(db, [held.refusal for held in found])
+            return tally_refusals(db, [held.refusal for held in found])
 
         try:
             return self._write(together, frees=False)
@@ -301,7 +308,7 @@ class Leases:
         found = db.all(first, *at, most, once, owner, expires, lease_s, now)
         if not found:
             return []
-        shared = _shared(db, found)
+        shared = shared_of(db, found)
         ages = sorted([(row["dispatched"], -row["expected"], row["id"]) for row in shared])
         turn = {group: place for place, (_, _, group) in enumerate(ages)}
         found = sorted(found, key=lambda row: (turn[row["grp"]], row["sample"]))
@@ -352,7 +359,7 @@ class Leases:
         query = (
             "SELECT s.grp, s.sample, s.state, s.token, s.expires, s.lease_s, s.cancelled, "
             "g.state AS group_state FROM slots s JOIN rollout_groups g ON g.id = s.grp "
-            f"WHERE s.grp IN {_places(groups)}"
+            f"WHERE s.grp IN {places_of(groups)}"
         )
         rows = db.all(query, *groups) if groups else []
         slots = {(row["grp"], row["sample"]): row for row in rows}
@@ -373,7 +380,7 @@ class Leases:
         taken, late = 0, overdue(db, now)
         if late and self.FOR_UPDATE:  # all before the first tally: others take them in this order
             groups = {row["grp"] for row in late}
-            query = f"SELECT id FROM rollout_groups WHERE id IN {_places(groups)} ORDER BY id"
+            query = f"SELECT id FROM rollout_groups WHERE id IN {places_of(groups)} ORDER BY id"
             db.all(query + self.FOR_UPDATE, *groups)
         for row in late:
             mine = "SELECT grp FROM slots WHERE grp = ? AND sample = ? AND token = ?"
@@ -428,7 +435,7 @@ def _settle(db: Rows, groups: Sequence[int]) -> None:
         "SUM(CASE WHEN s.state = 'sealed' THEN 1 ELSE 0 END) AS sealed, "
         "SUM(CASE WHEN s.state = 'failed' THEN 1 ELSE 0 END) AS failed "
         "FROM rollout_groups g JOIN slots s ON s.grp = g.id "
-        f"WHERE g.id IN {_places(groups)} GROUP BY g.id, g.min_group ORDER BY g.id",
+        f"WHERE g.id IN {places_of(groups)} GROUP BY g.id, g.min_group ORDER BY g.id",
         *groups,
     )
     ready: list[Row] = []
@@ -440,16 +447,6 @@ def _settle(db: Rows, groups: Sequence[int]) -> None:
     db.many("UPDATE rollout_groups SET state = 'ready' WHERE id = ?", [(r["id"],) for r in ready])
     if partial := sum(row["failed"] > 0 for row in ready):
         tally(db, "partial_groups", partial)
-
-
-def _shared(db: Rows, slots: Sequence[Row]) -> Sequence[Row]:
-    """What the samples of the slots' groups have in common."""
-    groups = {slot["grp"] for slot in slots}
-    return db.all(
-        "SELECT id, task_key, content_hash, split, source, facts, version, dispatched, expected "
-        f"FROM rollout_groups WHERE id IN {_places(groups)}",
-        *groups,
-    )
 
 
 def overdue(db: Rows, now: float) -> Sequence[Row]:
@@ -489,7 +486,7 @@ def _all_act(db: Rows, claims: Sequence[Claim | None], now: float | None) -> boo
     in_time, times = _in_time(now)
     query = (
         "SELECT COUNT(*) AS n FROM slots s JOIN rollout_groups g ON g.id = s.grp "
-        f"WHERE s.grp IN {_places(groups)} "
+        f"WHERE s.grp IN {places_of(groups)} "
         f"AND (s.grp, s.sample) IN (VALUES {', '.join(['(?, ?)'] * len(slots))}) "
         f"AND s.token = ? AND s.state IN {LENT} AND g.state <> 'void'{in_time}"
     )
@@ -500,7 +497,7 @@ def _all_act(db: Rows, claims: Sequence[Claim | None], now: float | None) -> boo
 def _groups(db: Rows, claims: Sequence[Claim | None], lock: str) -> Sequence[Row]:
     """The groups of claims, in the order of their ids."""
     groups = {claim.group for claim in claims if claim}
-    query = f"SELECT id, state FROM rollout_groups WHERE id IN {_places(groups)} ORDER BY id"
+    query = f"SELECT id, state FROM rollout_groups WHERE id IN {places_of(groups)} ORDER BY id"
     return db.all(query + lock, *groups) if groups else []
 
 
@@ -517,18 +514,6 @@ def _why_not(row: Row, claim: Claim, epoch: int, now: float | None) -> Reason | 
     if now is not None and not 0 < row["expires"] - now <= row["lease_s"] + CLOCK_SLACK_S:
         return "expired"
     return None
-
-
-def _places(values: Collection[Any]) -> str:
-    return f"({', '.join('?' * len(values))})"
-
-
-def _tally(db: Rows, told: Sequence[LedgerRefusal | None]) -> list[LedgerRefusal | None]:
-    """Count refusals, in an order that all have: a tally is locked until the transaction ends."""
-    found = Counter(refusal.reason for refusal in told if refusal)
-    for reason, count in sorted(found.items()):
-        tally(db, f"refused_{reason}", count)
-    return list(told)
 
 
 def _raised(told: Sequence[LedgerRefusal | None]) -> None:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrl.pool.compact import compact
-from jaxrl.pool.ledger import GroupState, Lease, Live, OpenGroup, Sealed, SlotState
+from jaxrl.pool.ledger import GroupState, Lease, LedgerRefusal, Live, OpenGroup, Sealed, SlotState
 from jaxrl.pool.rollout import Failure, StopReason, Version
 
 # 1 had a table of all tokens, 2 whole ones in the slots, 3 knew no durations and no cancelling, 4
@@ -92,6 +93,14 @@ def tally(db: Rows, name: str, more: int = 1) -> None:
     )
 
 
+def tally_refusals(db: Rows, told: Sequence[LedgerRefusal | None]) -> list[LedgerRefusal | None]:
+    """Count refusals, in an order that all have: a tally is locked until the transaction ends."""
+    found = Counter(refusal.reason for refusal in told if refusal)
+    for reason, count in sorted(found.items()):
+        tally(db, f"refused_{reason}", count)
+    return list(told)
+
+
 def epoch_of(db: Rows) -> int:
     """The current lineage."""
     return int(db.all("SELECT value FROM meta WHERE name = 'epoch'")[0]["value"])
@@ -130,6 +139,21 @@ def insert_group(db: Rows, group: OpenGroup, now: float) -> bool:
             json.dumps([int(token) for token in prompt]),
         )
     return True
+
+
+def places_of(values: Collection[Any]) -> str:
+    """As many places for values as there are values, in brackets."""
+    return f"({', '.join('?' * len(values))})"
+
+
+def shared_of(db: Rows, slots: Sequence[Row]) -> Sequence[Row]:
+    """What the samples of the slots' groups have in common."""
+    groups = {slot["grp"] for slot in slots}
+    return db.all(
+        "SELECT id, task_key, content_hash, split, source, facts, version, dispatched, expected "
+        f"FROM rollout_groups WHERE id IN {places_of(groups)}",
+        *groups,
+    )
 
 
 def leases_of(
