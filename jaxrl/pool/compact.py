@@ -8,6 +8,7 @@ import orjson
 # Each digit as 0 and all else as what no number has: to look for a long run of digits.
 _DIGITS = bytes(48 if 48 <= one < 58 else 0 for one in range(256))
 _LONG = b"0" * 19  # an integer of so many may be over 64 bits
+_BEFORE = b"[:,- \t\r\n"  # what may stand before a number
 
 _EXACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, sort_keys=True, default=vars)
 
@@ -25,9 +26,21 @@ def compact(value: Any) -> bytes:
 
 def parsed(data: bytes) -> Any:
     """The value of a JSON text as ``json.loads`` has it. ValueError for what is none."""
-    if _LONG not in data.translate(_DIGITS):  # it makes floats of larger integers
+    if not _has_long(data):  # it makes floats of larger integers
         try:
             return orjson.loads(data)
         except ValueError:
             pass  # it is strict where json is not, which says what is wrong, too
     return json.loads(data)
+
+
+def _has_long(data: bytes) -> bool:
+    """Whether a long run of digits begins where a number may; those in a proof of hex do not."""
+    digits, at = data.translate(_DIGITS), 0
+    while (at := digits.find(_LONG, at)) >= 0:
+        if at == 0 or data[at - 1] in _BEFORE:
+            return True
+        at = digits.find(0, at)  # behind the run
+        if at < 0:
+            return False
+    return False

@@ -3,7 +3,8 @@
     POST /<token>/v1/chat/completions, /<token>/v1/completions     OpenAI's, also streamed
     POST /<token>/generate           ids in, ids and log-probs out; with no prompt, the task's own
     GET  /<token>/v1/models
-    POST /work/lease, heartbeat, generate, state, seal, fail       lists in, lists out
+    POST /work/lease, heartbeat, generate, state, seal, fail       lists in, lists out; lease and
+                                     generate in columns, if asked for them
     POST /work/news                  the trainer opened groups, or announced weights
     GET  /work/run                   what a worker must know of the run
     GET  /health, /counts
@@ -23,7 +24,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -208,6 +209,8 @@ class Gateway:
             leases = await self._attempts.lease(owner, most, wait_s, left.done)
         finally:
             left.cancel()
+        if body.get("columns"):
+            return _json(_columns(leases))
         return _json({"leases": [_told_lease(lease) for lease in leases]})
 
     async def _heartbeat(self, request: Request) -> Response:
@@ -225,6 +228,8 @@ class Gateway:
         ask = dataclasses.replace(_ids_ask({}, bool(body.get("again"))), plain=True)
         told = iter(await self._attempts.answers(begun, ask))
         each = [next(told) if isinstance(one, Attempt) else one for one in found]
+        if body.get("columns") and all([isinstance(one, Said) for one in each]):
+            return _json({"texts": [one.text for one in each if isinstance(one, Said)]})
         return _json({"answers": [_short(one) for one in each]})
 
     async def _state(self, request: Request) -> Response:
@@ -354,6 +359,13 @@ def _short(told: Call | Said | Exception) -> dict[str, Any]:
     if isinstance(told, Exception):
         return _reason(told)
     return {"text": told.text, "stop_reason": told.stop_reason}
+
+
+def _columns(leases: Sequence[Lease]) -> dict[str, Any]:
+    """What a worker needs of leases, without what those of a group share."""
+    tasks = {str(one.group): (one.task_key, one.split) for one in leases}
+    tokens, groups = [one.token for one in leases], [one.group for one in leases]
+    return {"tokens": tokens, "groups": groups, "tasks": tasks}
 
 
 def _told_lease(lease: Lease) -> dict[str, Any]:

@@ -144,8 +144,14 @@ class Worker:
     def once(self, wait_s: float = 0) -> int:
         """Attempt what there is, or will be in ``wait_s`` seconds, at most ``most`` samples; how
         many there were."""
-        asked = {"owner": self._owner, "most": self._most, "wait_s": wait_s}
-        leases = self._work.ask("lease", asked)["leases"]
+        asked = {"owner": self._owner, "most": self._most, "wait_s": wait_s, "columns": True}
+        told = self._work.ask("lease", asked)
+        tasks = {
+            int(group): {"task_key": task_key, "split": split}
+            for group, (task_key, split) in told["tasks"].items()
+        }
+        pairs = zip(told["tokens"], told["groups"], strict=True)
+        leases = [{"token": token, **tasks[group]} for token, group in pairs]
         if not leases:
             return 0
         with self._beating([lease["token"] for lease in leases]):
@@ -179,8 +185,9 @@ class Worker:
     # -- one question, one answer
 
     def _one_turn(self, leases: Sequence[Mapping[str, Any]]) -> None:
-        asked = {"tokens": [lease["token"] for lease in leases]}
-        answers = self._work.ask("generate", asked)["answers"]
+        asked = {"tokens": [lease["token"] for lease in leases], "columns": True}
+        told = self._work.ask("generate", asked)
+        answers = told.get("answers") or [{"text": text} for text in told["texts"]]
         sealed, failed = [], []
         for lease, answer in zip(leases, answers, strict=True):
             if "error" not in answer:
