@@ -151,14 +151,14 @@ class Answers:
         return [Request(one.prompt, one.group, one.sample, *model[3:]) for one in leases]
 
     async def sampled(
-        self, requests: Sequence[Request], attempts: Sequence[Attempt]
+        self, requests: Sequence[Request], attempts: Sequence[Attempt], oldest: tuple[int, int]
     ) -> list[Sampled | Exception]:
-        """An answer to each, of weights that are young enough for all of them. Nobody is asked for
-        those that were given back while they waited."""
+        """An answer to each, of weights that are young enough for all of them (``oldest_of``).
+        Nobody is asked for those that were given back while they waited."""
         if not requests:
             return []
         try:
-            await self._young(oldest_of(attempts))
+            await self._young(oldest)
         except EngineError as error:
             return [error] * len(requests)
         if not any([one.given_back for one in attempts]):
@@ -198,13 +198,14 @@ class Answers:
         ask: Ask,
         requests: Sequence[Request],
         sampled: Sequence[Sampled | Exception],
+        oldest: tuple[int, int],
         seconds: float,
     ) -> Turn | None:
         """Answers in columns; None if there is something to be said of one alone."""
         answers = [one for one in sampled if isinstance(one, Sampled)]
         if len(answers) < len(sampled):
             return None
-        if not fit(answers, oldest_of(attempts), requests[0].max_new_tokens):
+        if not fit(answers, oldest, requests[0].max_new_tokens):
             return None
         names = [name_of(one.lease.token) for one in attempts]
         return Turn.of(names, requests, answers, self._tokenizer, ask.request, seconds)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxrl.pool.admission import Admission, unbounded
-from jaxrl.pool.answers import FIRST_VISIT, VISITS, Answers, Ask, Asked, Attempt, Limits
+from jaxrl.pool.answers import FIRST_VISIT, VISITS, Answers, Ask, Asked, Attempt, Limits, oldest_of
 from jaxrl.pool.contract import Tokenizer
 from jaxrl.pool.conversation import Call, Conversation
 from jaxrl.pool.dialogue import Dialogue
@@ -341,16 +341,18 @@ class Attempts:
         began, requests = time.monotonic(), self._answers.alike(attempts, ask)
         sampled: list[Sampled | Exception] = []
         if requests is not None:
-            sampled = await self._answers.sampled(requests, attempts)
-            seconds = time.monotonic() - began
-            if turn := self._answers.together(attempts, ask, requests, sampled, seconds):
+            oldest = oldest_of(attempts)
+            sampled = await self._answers.sampled(requests, attempts, oldest)
+            made = requests, sampled, oldest, time.monotonic() - began
+            if turn := self._answers.together(attempts, ask, *made):
                 return await self._said(attempts, turn)
         plans = [self._answers.planned(attempt, ask) for attempt in attempts]
         asked = [plan for plan in plans if isinstance(plan, Asked)]
         self.counts["replayed"] += sum(isinstance(plan, Call) for plan in plans)
         if requests is None:
             mine = [one.attempt for one in asked]
-            sampled = await self._answers.sampled([one.request for one in asked], mine)
+            questions = [one.request for one in asked]
+            sampled = await self._answers.sampled(questions, mine, oldest_of(mine)) if mine else []
         spent = time.monotonic() - began
         for one in asked:
             one.attempt.generate_s += spent

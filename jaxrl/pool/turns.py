@@ -61,13 +61,13 @@ class Turn:
         seconds: float,
     ) -> "Turn":
         """Answers that ``fit``, to requests for the tasks' own prompts."""
-        tokens = [token for one in answers for token in one.tokens]
+        chained = itertools.chain.from_iterable
         return cls(
             names=names,
             prompts=[one.prompt for one in requests],
             counts=np.array([len(one.tokens) for one in answers], ARRAYS["counts"]),
-            tokens=np.array(tokens, ARRAYS["tokens"]),
-            logp=np.array([value for one in answers for value in one.logp], ARRAYS["logp"]),
+            tokens=np.array(list(chained([one.tokens for one in answers])), ARRAYS["tokens"]),
+            logp=np.array(list(chained([one.logp for one in answers])), ARRAYS["logp"]),
             version=answers[0].versions[0],
             temperature=requests[0].temperature,
             stop_reasons=[one.stop_reason for one in answers],
