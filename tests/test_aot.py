@@ -159,6 +159,29 @@ def test_a_small_run_compiles_for_a_real_slice(tmp_path):
     assert record["colocated"]["fits"]
 
 
+WIDE = {"layers": 2, "heads": 8, "kv_heads": 8, "head_size": 128, "width": 1024, "hidden": 3072}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu is missing: pip install -c constraints.txt -e '.[aot]'",
+)
+def test_parameters_are_gathered_whole(tmp_path):
+    """Wide enough for XLA to make rings of products' parts, if it is left to itself."""
+    changes = {f"model.{name}": value for name, value in WIDE.items()}
+    changes |= {"model.dtype": "bfloat16", "mesh.fsdp": 4, "mesh.data": 1, "mesh.tensor": 1}
+    changes |= {"sampler.prompt_buckets": (256,), "sampler.max_new_tokens": 768}
+    changes |= {"train.token_buckets": (1024,)}
+    out = tmp_path / "record.json"
+    fields = [f"--config.{name}={value}" for name, value in changes.items()]
+    asked = ["--config", "configs/gvpo.py:tiny", "--slice", "v5e:2x2", "--nosampler"]
+    run = run_aot(*asked, "--out", str(out), *fields)
+    assert run.returncode == 0, run.stderr
+    moved = {k: v["gib"] for k, v in json.loads(out.read_text())["step"]["collectives"].items()}
+    assert moved["all-gather"] > 0.1 > 100 * moved.get("collective-permute", 0)
+
+
 SIDES = {"head_size": 128, "width": 256, "hidden": 256, "dtype": "bfloat16"}
 EXPERTS = {"experts.count": 8, "experts.per_token": 2, "experts.hidden": 128}
 KERNEL = re.compile(r'%([\w\-]+?)[.\d]* = .*custom_call_target="tpu_custom_call"')
