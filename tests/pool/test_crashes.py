@@ -85,7 +85,8 @@ def test_bad_seals_and_jumping_clocks_change_nothing(tmp_path):
     counts = ledger.counts()
     ledger.close()
     tried = {name for name in counts if name.startswith("tried_")}
-    assert counts["refused_cancelled"] == counts["cancelled_pressure"] >= 1
+    # fewer where another worker sealed the new attempt before the old one came: then it is `sealed`
+    assert 1 <= counts["refused_cancelled"] <= counts["cancelled_pressure"]
     assert len(tried) >= 5 and counts["refused_sealed"] + counts.get("refused_expired", 0) >= 1
     assert counts["reopened"] >= 1
 
