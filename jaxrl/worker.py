@@ -17,7 +17,7 @@ def main() -> None:
     """Work until the gateway is gone; exit code 1 then, with a line that says why."""
     asked = argparse.ArgumentParser(prog="jaxrl.worker")
     asked.add_argument("--gateway", required=True, help="its URL, or the run's pool/gateway.json")
-    asked.add_argument("--most", type=int, default=64, help="samples under way at once")
+    asked.add_argument("--most", type=int, default=64, help="agents, or samples, at a time")
     asked.add_argument("--jobset", default="", help="print a manifest of workers of this image")
     asked.add_argument("--workers", type=int, default=2, help="of the manifest")
     asked.add_argument("--secret", default="jaxrl-pool", help="which Secret has the key, as `key`")

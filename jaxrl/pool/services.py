@@ -36,7 +36,7 @@ LOGS = "logs"
 
 # How often helpers may die in a run before it is told to a person.
 RESTARTS = 20
-# Samples that a worker process has under way at once.
+# Samples that a worker asks for together, or agents that it runs at a time.
 MOST = 1024
 
 

@@ -406,13 +406,14 @@ def from_run(work: Work, beats: Work, run: Mapping[str, Any], most: int) -> Work
 def work_for(address: str, key: str, most: int) -> None:
     """Work for a gateway until it is gone: what a worker process, or an actor, does.
 
-    Agents run ``most`` at a time, each in a thread; the default harness has two threads, so that
-    one verifies while the other's answers are generated. GatewayLost where the gateway stays away.
+    Agents run ``most`` at a time, each in a thread; the default harness has two threads of up to
+    ``most`` samples each, so that one verifies while the other's answers are generated. GatewayLost
+    where the gateway stays away.
     """
     with contextlib.closing(Work(address, key)) as work:
         run = work.ask("run")
     threads = most if run["harness"] else 2
-    share = 1 if run["harness"] else max(1, most // threads)
+    share = 1 if run["harness"] else most
 
     def one() -> None:
         from_run(Work(address, key), Work(address, key), run, share).run()
