@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -56,16 +57,20 @@ class _Asked:
 
 
 def _remember(tree: Any) -> tuple[Any, _Asked]:
-    leaves, form = jax.tree.flatten(tree, is_leaf=lambda x: not isinstance(x, dict | tuple))
+    leaves, form = jax.tree.flatten(tree)
     asked = _Asked(tuple(bool(leaf.perturbed) for leaf in leaves))
     return jax.tree.unflatten(form, [leaf.value for leaf in leaves]), asked
 
 
 def _settle(asked: _Asked, given: Any) -> tuple[Any]:
-    leaves, form = jax.tree.flatten(given, is_leaf=lambda x: not isinstance(x, dict | tuple))
-    wanted = [x for x, of in zip(leaves, asked.leaves, strict=True) if of]
-    there = iter(jax.lax.optimization_barrier(wanted))
-    return (jax.tree.unflatten(form, [next(there) if of else None for of in asked.leaves]),)
+    leaves, form = jax.tree.flatten(given)
+    # What was read as a constant alone, as a teacher's view of the student is, has nothing given.
+    there = [
+        of and not isinstance(x, SymbolicZero) for x, of in zip(leaves, asked.leaves, strict=True)
+    ]
+    waiting = [x for x, is_there in zip(leaves, there, strict=True) if is_there]
+    found = iter(jax.lax.optimization_barrier(waiting))
+    return (jax.tree.unflatten(form, [next(found) if is_there else None for is_there in there]),)
 
 
 settled.defvjp(_remember, _settle, symbolic_zeros=True)

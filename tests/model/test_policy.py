@@ -139,6 +139,40 @@ def test_gradients_that_are_asked_for_wait_for_each_other():
         assert len(barrier.invars) == waiting
 
 
+def test_what_is_read_as_a_constant_alone_settles_nothing():
+    def loss(states, head):
+        states, heads = settled(({"a": states, "teacher": 2 * states}, {"a": {"head": head}}))
+        target = jax.lax.stop_gradient(states["teacher"])
+        return (states["a"] * heads["a"]["head"] * target).sum()
+
+    found = jax.grad(loss, (0, 1))(jnp.arange(3.0), jnp.ones(3))
+    np.testing.assert_array_equal(found, [[0, 2, 4], [0, 2, 8]])
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_a_view_of_the_student_may_teach_it_on_any_mesh(sizes):
+    """Its states depend on what is trained, and are read without a gradient."""
+    policy = policy_on(sizes)
+    params = policy.init(jax.random.key(0))
+    plain = rows([*TOKENS, *TOKENS])
+    index = jnp.broadcast_to(jnp.arange(len(TOKENS[0])), plain.tokens.shape)
+    view = View(plain.tokens, plain.position, plain.segment, index)
+    batch = rows([*TOKENS, *TOKENS], views={"shown": view})
+    scorers = (("student", "plain"), ("student", "shown"))
+
+    def both(logits, taken):
+        own, theirs = (taken_logp(logits[name], taken) for name in ("student", "student/shown"))
+        return {"loss": (own - jax.lax.stop_gradient(theirs)) ** 2 / 2 + own}
+
+    def loss(p):
+        return policy.score({"student": p}, batch, both, scorers)["loss"].sum()
+
+    found = jax.jit(jax.grad(loss))(params)
+    right = gradient(policy, params, batch, 1.0)[1]  # both views are the same: they do not differ
+    for name, slope in right.items():
+        np.testing.assert_allclose(found[name], slope, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_that_do_not_divide_over_the_mesh_are_named():
     policy = policy_on({"data": 2, "fsdp": 2})
     params = policy.init(jax.random.key(0))
