@@ -153,10 +153,8 @@ class Answers:
     async def sampled(
         self, requests: Sequence[Request], attempts: Sequence[Attempt], oldest: tuple[int, int]
     ) -> list[Sampled | Exception]:
-        """An answer to each, of weights that are young enough for all of them (``oldest_of``).
-        Nobody is asked for those that were given back while they waited."""
-        if not requests:
-            return []
+        """An answer to each of some, of weights that are young enough for all of them
+        (``oldest_of``). Nobody is asked for those that were given back while they waited."""
         try:
             await self._young(oldest)
         except EngineError as error:
