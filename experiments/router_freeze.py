@@ -33,17 +33,19 @@ BASE = "configs/router.py"
 
 def sweep() -> list[dict[str, object]]:
     """Overrides of each run."""
-    plain = [
-        {
-            "phases.grpo.optimizer.freeze": freeze,
-            "phases.grpo.train.routes": routes,
-            "optimizer.learning_rate": rate,
-        }
-        for rate in (3e-4, 1e-3)
-        for freeze in ((), ("router/",))
-        for routes in ("free", "replayed")
-    ]
-    fast = [
+
+    def plain(rate: float) -> list[dict[str, object]]:
+        return [
+            {
+                "phases.grpo.optimizer.freeze": freeze,
+                "phases.grpo.train.routes": routes,
+                "optimizer.learning_rate": rate,
+            }
+            for freeze in ((), ("router/",))
+            for routes in ("free", "replayed")
+        ]
+
+    fast: list[dict[str, object]] = [
         {
             "phases.grpo.optimizer.rates": (("router/", 30.0),),
             "phases.grpo.train.routes": routes,
@@ -51,6 +53,10 @@ def sweep() -> list[dict[str, object]]:
         }
         for routes in ("free", "replayed")
     ]
-    arms: list[dict[str, object]] = [*fast, *plain]
-    # A whole seed first, so that a sweep that is cut short compares all arms.
-    return [arm | {"seed": seed} for seed in (0, 1, 2) for arm in arms]
+    # Whole seeds first, so that a sweep that is cut short compares arms.
+    return [
+        arm | {"seed": seed}
+        for arms in ([*fast, *plain(3e-4)], plain(1e-3))
+        for seed in (0, 1, 2)
+        for arm in arms
+    ]

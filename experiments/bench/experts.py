@@ -19,8 +19,8 @@ and the gradients by x, the gates and all weights of
 
 and the ratios. With --step each is not a block but a whole model of --layers layers, and what is
 timed is the train step as the trainer builds it (jaxrl.train.rounds and loop, GRPO of
-configs/router.py, one update a take, AdamW) on rollouts of 64 tokens. All take turns in one
-process. Of each block the fastest run counts, of each step the median: CPU time on one core, or,
+configs/router.py, one update a take, AdamW) on rollouts of 64 tokens, in --micro-batches of as many
+tokens. All take turns in one process. Of each block the fastest run counts, of each step the median: CPU time on one core, or,
 with --threads 2, the time that passed (a step tells both). Freed memory stays with the process:
 else what is measured is how the system hands out pages, to some of them and not to others.
 """
@@ -43,6 +43,7 @@ asked.add_argument("--seconds", type=float, default=4.0, help="for each of them"
 asked.add_argument("--ragged", action="store_true")
 asked.add_argument("--step", action="store_true", help="whole train steps")
 asked.add_argument("--layers", type=int, default=4, help="of a step's model")
+asked.add_argument("--micro-batches", type=int, default=1, help="of a step, of these tokens each")
 asked.add_argument("--seed", type=int, default=0)
 given = asked.parse_args()
 if given.threads == 1:  # before jax starts its threads
@@ -156,7 +157,7 @@ def blocks(tokens: int) -> dict[str, Run]:
     return every
 
 
-def rollouts(tokens: int, vocabulary: int) -> list[Group]:
+def rollouts(groups: int, vocabulary: int) -> list[Group]:
     """Groups of random tokens, all of one length, with random rewards."""
     random = np.random.default_rng(given.seed)
     said = np.arange(LONG) >= ASKED
@@ -188,7 +189,6 @@ def rollouts(tokens: int, vocabulary: int) -> list[Group]:
             times={},
         )
 
-    groups = tokens // (LONG * GROUP)
     return [Group(g, str(g), tuple(one(g, s) for s in range(GROUP))) for g in range(groups)]
 
 
@@ -207,12 +207,12 @@ def step_of(tokens: int, folder: str, *, dense: bool) -> Run:
     config.phases.sft.train.balance_weight = 0.0  # a dense model has nothing to balance
     if tokens % (LONG * GROUP):
         raise SystemExit(f"{tokens} tokens; allowed with --step: multiples of {LONG * GROUP}")
-    groups, micro = tokens // (LONG * GROUP), tokens // LONG
+    groups, micro = given.micro_batches * tokens // (LONG * GROUP), tokens // LONG
     config.train.update(groups=groups, micro_rollouts=micro, minibatches=1, token_buckets=(LONG,))
     phases = settings.phases(config.lock())
     parts, phase = rounds.assemble(phases, epath.Path(folder)), phases[-1]
     algorithm, step = loop.prepare(parts, phase)
-    batch, _ = loop.lay_out(parts, phase, algorithm, rollouts(tokens, config.model.vocab_size))
+    batch, _ = loop.lay_out(parts, phase, algorithm, rollouts(groups, config.model.vocab_size))
     params = parts.policy.init(jax.random.key(given.seed))
     fresh = rounds.fresh(phase, parts.policy, params, None)
     held = [state.place(fresh, parts.policy, parts.mesh)]

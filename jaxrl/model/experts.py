@@ -5,10 +5,10 @@
 A route of -1 loads nobody and adds 0; an expert without tokens has gradients of exactly 0. Routes
 are sorted so that the rows of one expert are a run. Forms, equal in what they give:
 
-    padded   a loop that visits each expert with a token once, its run padded to the next of a few
-             sizes (``visit_sizes``). On CPU, which turns ``ragged_dot`` into a dense matmul an
-             expert. What an uneven load costs is the padding, not the longest run times all
-             experts.
+    padded   a loop that visits each expert with a token once, two at a time, their runs padded to
+             the next of a few sizes (``visit_sizes``). On CPU, which turns ``ragged_dot`` into a
+             dense matmul an expert. What an uneven load costs is the padding, not the longest run
+             times all experts.
     ragged   ``jax.lax.ragged_dot``: elsewhere.
     tokamax  tokamax's grouped product, a kernel for TPUs that skips rows of no expert;
              ``tokamax_twin`` is its own implementation in XLA, for where there is no TPU.
@@ -202,20 +202,32 @@ def visit_sizes(tokens: int, choices: int, mean: float) -> tuple[int, ...]:
 
 
 class _Visits(NamedTuple):
-    """Experts ordered by the size that their runs are padded to, those without a token first. Runs
-    lie in this order, so that what the padding of one writes over is written by a later one."""
+    """Experts by how many rows they have, two to a visit: XLA gives each a core, where it splits a
+    product of few rows badly. Runs lie in this order, so that what the padding of one writes over
+    is written by a later one."""
 
     slot: Array  # of each sorted row, and behind them what the padding of the last run reaches
-    expert: Array  # of each visit [expert]
-    start: Array  # of its run [expert]
-    end: Array  # [expert]
+    expert: Array  # of each visit [visit 2]
+    start: Array  # of its run [visit 2]
+    end: Array  # [visit 2]
     first: Array  # visit of each size, then the number of visits [size + 1]
 
-    def rows(self, i: Array, size: int, choices: int) -> tuple[Array, Array, Array]:
-        """Expert, slots and tokens of visit i; slots and tokens of -1 are padding."""
-        slot = jax.lax.dynamic_slice_in_dim(self.slot, self.start[i], size)
-        slot = jnp.where(self.start[i] + jnp.arange(size) < self.end[i], slot, -1)
-        return self.expert[i], slot, jnp.where(slot < 0, -1, slot // choices)
+    def rows(self, i: Array, size: int, choices: int) -> tuple[Array, Array]:
+        """Slots and tokens of visit i [2 size], -1 in padding."""
+        slot = self.runs(self.slot, i, size)
+        inside = self.start[i][:, None] + jnp.arange(size) < self.end[i][:, None]
+        slot = jnp.where(inside, slot, -1)
+        return slot, jnp.where(slot < 0, -1, slot // choices)
+
+    def runs(self, rows: Array, i: Array, size: int) -> Array:
+        """What lies in sorted rows where visit i has its runs [2 size ...]."""
+        return jnp.stack([jax.lax.dynamic_slice_in_dim(rows, at, size) for at in self.start[i]])
+
+    def put(self, rows: Array, i: Array, made: Array) -> Array:
+        """Sorted rows with what visit i made of its own [2 size ...]."""
+        for at, one in zip(self.start[i], made, strict=True):
+            rows = jax.lax.dynamic_update_slice_in_dim(rows, one, at, axis=0)
+        return rows
 
     def all(self, sizes: tuple[int, ...], visit: Callable[..., Any], carry: Any) -> Any:
         """``carry = visit(i, carry, size)`` for every visit: one loop a size, as a conditional
@@ -235,17 +247,34 @@ class _Visits(NamedTuple):
 def _visits(routes: Array, experts: int, sizes: tuple[int, ...]) -> _Visits:
     expert = jnp.where(routes < 0, experts, routes).reshape(-1)
     counts = (expert[:, None] == jnp.arange(experts)).sum(0).astype(jnp.int32)
-    smaller = jnp.asarray((0, *sizes[:-1]), jnp.int32)
-    size = (counts[:, None] > smaller).sum(1)  # 0: no token
-    order = jnp.argsort(size).astype(jnp.int32)
+    order = jnp.argsort(counts).astype(jnp.int32)
     place = jnp.argsort(order).astype(jnp.int32)
     last = jnp.full_like(place[:1], experts)
     slot = jnp.argsort(jnp.concatenate([place, last])[expert]).astype(jnp.int32)
     beyond = max(b - a for a, b in zip((0, *sizes), sizes, strict=False))
-    first = (size[:, None] <= jnp.arange(len(sizes) + 1)).sum(0).astype(jnp.int32)
-    end = jnp.cumsum(counts[order]).astype(jnp.int32)
     slot = jnp.concatenate([slot, jnp.zeros_like(slot, shape=(beyond,))])
-    return _Visits(slot, order, end - counts[order], end, first)
+    counts = counts[order]
+    if experts % 2:  # one of them twice, first without a row: what that writes is written over
+        order = jnp.concatenate([order[:1], order])
+        counts = jnp.concatenate([jnp.zeros_like(counts[:1]), counts])
+    end = jnp.cumsum(counts).astype(jnp.int32)
+    pairs = order, end - counts, end
+    smaller = jnp.asarray((0, *sizes[:-1]), jnp.int32)
+    size = (counts[1::2, None] > smaller).sum(1)  # 0: no row
+    first = (size[:, None] <= jnp.arange(len(sizes) + 1)).sum(0).astype(jnp.int32)
+    return _Visits(slot, *(a.reshape(-1, 2) for a in pairs), first)
+
+
+def _of(weights: Weights, experts: Array) -> Weights:
+    """The weights of two experts."""
+    return tuple(jnp.stack([weight[e] for e in experts]) for weight in weights)
+
+
+def _put(weights: Array, experts: Array, own: Array) -> Array:
+    """The weights with those of two experts replaced, the second last."""
+    for e, one in zip(experts, own, strict=True):
+        weights = jax.lax.dynamic_update_index_in_dim(weights, one, e, axis=0)
+    return weights
 
 
 def _scaled(gate: Array, up: Array, share: Array, activation: Activation) -> Array:
@@ -255,7 +284,8 @@ def _scaled(gate: Array, up: Array, share: Array, activation: Activation) -> Arr
 def _add(x: Array, index: Array, rows: Array) -> Array:
     """x[index] += rows, but for an index of -1."""
     index = jnp.where(index < 0, x.shape[0], index)
-    return x.at[index].add(rows.astype(x.dtype), mode="drop")
+    rows = rows.reshape(-1, rows.shape[-1]).astype(x.dtype)
+    return x.at[index.reshape(-1)].add(rows, mode="drop")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -286,12 +316,12 @@ def _padded_forward(
 
     def visit(i: Array, carry: Any, size: int) -> Any:
         made, kept = carry
-        e, slot, token = visits.rows(i, size, gates.shape[1])
+        slot, token = visits.rows(i, size, gates.shape[1])
         rows, share = _fetch(x, token), _fetch(gates.reshape(-1, 1), slot)
-        gate, up = rows @ weights[0][e], rows @ weights[1][e]
-        out = _scaled(gate, up, share, activation) @ weights[2][e]
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-        kept = tuple(put(a, b, visits.start[i]) for a, b in zip(kept, (gate, up), strict=keep))
+        own = _of(weights, visits.expert[i])
+        gate, up = rows @ own[0], rows @ own[1]
+        out = _scaled(gate, up, share, activation) @ own[2]
+        kept = tuple(visits.put(a, i, b) for a, b in zip(kept, (gate, up), strict=keep))
         return _add(made, token, out), kept
 
     made, kept = visits.all(sizes, visit, (visits.blank(x.shape, jnp.float32, 3), kept))
@@ -307,16 +337,17 @@ def _padded_backward(
 
     def visit(i: Array, grads: Any, size: int) -> Any:
         d_x, d_gates, d_weights = grads
-        e, slot, token = visits.rows(i, size, gates.shape[1])
+        slot, token = visits.rows(i, size, gates.shape[1])
         rows, share = _fetch(x, token), _fetch(gates.reshape(-1, 1), slot)
-        gate, up = (jax.lax.dynamic_slice_in_dim(a, visits.start[i], size) for a in kept)
+        own = _of(weights, visits.expert[i])
+        gate, up = (visits.runs(a, i, size) for a in kept)
         d_out = _fetch(g, token)  # 0 in padding, and so are all gradients by its rows
         inner, pull = jax.vjp(scaled, gate, up, share)
-        d_gate, d_up, d_share = pull(d_out @ weights[2][e].T)
-        d_rows = d_gate @ weights[0][e].T + d_up @ weights[1][e].T
-        own = (rows.T @ d_gate, rows.T @ d_up, inner.T @ d_out)
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=e, axis=0)
-        d_weights = tuple(put(a, b) for a, b in zip(d_weights, own, strict=True))
+        d_gate, d_up, d_share = pull(d_out @ own[2].mT)
+        d_rows = d_gate @ own[0].mT + d_up @ own[1].mT
+        made = (rows.mT @ d_gate, rows.mT @ d_up, inner.mT @ d_out)
+        put = functools.partial(_put, experts=visits.expert[i])
+        d_weights = tuple(put(a, own=b) for a, b in zip(d_weights, made, strict=True))
         return _add(d_x, token, d_rows), _add(d_gates, slot, d_share), d_weights
 
     blank = visits.blank

@@ -125,6 +125,21 @@ def test_bfloat16_is_close(matmul):
         assert np.abs(a - b).max() < 0.03 * np.abs(b).max()
 
 
+@pytest.mark.parametrize("experts", [1, 3, 7])
+def test_an_odd_number_of_experts(experts):
+    """Visits are to two at a time."""
+    x, gates, *weights = arrays()
+    weights = [weight[:experts] for weight in weights]
+    routes = ROUTINGS["uneven"] % (experts + 2)
+    routes[routes >= experts] = -1
+    if experts > 1:
+        routes[:, 1][routes[:, 1] == routes[:, 0]] = -1
+    else:
+        routes[:, 1] = -1
+    found = compiled("padded", jax.nn.silu)(routes, x, gates, *weights)
+    same(found, compiled("loop", jax.nn.silu)(routes, x, gates, *weights))
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_few_tokens(tokens):
     """As in decoding: fewer routes than experts."""
