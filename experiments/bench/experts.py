@@ -20,9 +20,10 @@ and the gradients by x, the gates and all weights of
 and the ratios. With --step each is not a block but a whole model of --layers layers, and what is
 timed is the train step as the trainer builds it (jaxrl.train.rounds and loop, GRPO of
 configs/router.py, one update a take, AdamW) on rollouts of 64 tokens, in --micro-batches of as many
-tokens. All take turns in one process. Of each block the fastest run counts, of each step the median: CPU time on one core, or,
-with --threads 2, the time that passed (a step tells both). Freed memory stays with the process:
-else what is measured is how the system hands out pages, to some of them and not to others.
+tokens. All take turns in one process. Of each block the fastest run counts, of each step the
+median: CPU time on one core, or, with --threads 2, the time that passed (a step tells both). Freed
+memory stays with the process: else what is measured is how the system hands out pages, to some of
+them and not to others.
 """
 
 import argparse
