@@ -19,21 +19,21 @@ the median over turns of that inside one turn, in CPU time (``process_time``: on
 does not count), and milliseconds are medians too. A kernel is to take at most 1.2 x bare.
 
 On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
-of its entries. Without verl in the turns (fa07981, jax 0.10.2, one of two cores loaded besides) an
-operation is at most 1.2 x the clipped surrogate or, where its formula costs more than that one, 1.2
-x the same formula by hand: clipped surrogate 1.16, dual clip with TIS 1.16, IcePop 1.18,
-contrastive jsd 1.13, sequence masking 1.10. With verl in them (964100d, verl 0.9.1, torch 2.13.0)
-nothing is in the cache any more when it is ours' turn, and ours read a weight for each token where
-the formulas by hand count a mask: clipped surrogate 1.30, dual clip 1.28, IcePop 1.32, geometric
-rejection 1.23.
+of its entries. With verl in the turns (47177b8, verl 0.9.1, torch 2.13.0, jax 0.10.2, one of two
+cores, the other loaded) each operation is at most 1.2 x the clipped surrogate or, where its formula
+costs more than that one, 1.2 x the same formula by hand: clipped surrogate 1.19, dual clip with TIS
+1.18, IcePop 1.15, geometric rejection 1.13, contrastive jsd 1.13, sequence masking 1.09. Another
+day (964100d, the core shared with a compiler) had clipped surrogates at 1.23 to 1.32: nothing is in
+the cache any more when it is ours' turn, and ours read a weight for each token where the formulas
+by hand count a mask.
 
-All ten of verl's together take 12.6 x ours (13.4 at 20e08d9); what its trainer computes for GRPO
-with a KL term (advantages, dual clip with sampler correction, k3) 10.6 x, with the plain clip 9.4
-x. One by one 10 x holds for six, not for GSPO (7.0), CISPO (5.5), k3 (5.2) and vectorised
-advantages (3.4). The last cannot be had: verl's take 3.5 copies of one array (``copy``), and what
-has to read the mask and write the advantages takes .6 of one. CISPO and k3 would have to take 3.4
-and 3.1 copies; to read and write once takes 2.5 and 2, and XLA passes over memory twice, once for
-the value and once for the gradient.
+All ten of verl's together take 13.1 x ours; what its trainer computes for GRPO with a KL term
+(advantages, dual clip with sampler correction, k3) 12.2 x, with the plain clip 11.3 x. One by one
+10 x holds for six, not for GSPO (7.8), CISPO (5.7), k3 (5.3) and vectorised advantages (3.4). The
+last cannot be had: verl's take 3.3 copies of one array (``copy``), and what has to read the mask
+and write the advantages takes .6 of one. CISPO and k3 would have to take 3.3 and 3.0 copies; to
+read and write once takes 2.5 and 2, and XLA passes over memory twice, once for the value and once
+for the gradient.
 """
 
 import argparse
