@@ -22,6 +22,7 @@ from jaxrl.pool.ledger_sql import SqlLedger
 T = TypeVar("T")
 
 BUSY_S = 30.0  # longest wait for another process's transaction
+PAUSE_S = 0.01
 # Of the log, before it is folded into the file: what changed many times is then copied once.
 LOG_PAGES = 8000
 
@@ -149,7 +150,21 @@ class SqliteLedger(SqlLedger):
 def _connect(path: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA journal_mode = WAL")
+    _to_log(connection)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
     return connection
+
+
+def _to_log(connection: sqlite3.Connection) -> None:
+    """Have the file keep a write-ahead log. One who makes it so, or opens it, may be told at once
+    that the file is locked, where SQLite fears that two wait for each other: then try again."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)

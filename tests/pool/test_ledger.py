@@ -1,5 +1,6 @@
 """One suite for every ledger: each transition, its condition, and what is refused."""
 
+import sqlite3
 import threading
 import time
 
@@ -279,6 +280,23 @@ def test_a_consumed_group_that_is_void_is_refused(ledger):
     ledger.void(1, "filtered")
     refused("void", lambda: ledger.reconcile(1, [(0, 1)]))
     assert ledger.live()[0].state is GroupState.OPEN
+
+
+def test_opening_waits_for_another_process_that_opens_the_file(tmp_path):
+    """SQLite does not: whoever makes the log is told at once that the file is locked."""
+    path = str(tmp_path / "ledger.sqlite")
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("CREATE TABLE IF NOT EXISTS another (one INTEGER)")
+    asked = sqlite3.connect(path, 30)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        asked.execute("PRAGMA journal_mode = WAL")
+    asked.close()
+    ready = threading.Timer(0.3, other.execute, ["COMMIT"])
+    ready.start()
+    assert SqliteLedger(path, "run").begin_epoch() == 0
+    ready.join()
+    other.close()
 
 
 def test_slots_are_forgotten_once_nobody_can_ask_for_them(ledger):
