@@ -71,5 +71,5 @@ def shares(quotas: Any) -> None:
             re.compile(pattern)
         except (TypeError, ValueError, re.error) as error:
             raise ValueError(f"pool.quotas has {pair!r} ({error}); {allowed}") from error
-        if isinstance(share, str | bool) or not 0 < share <= 1:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"pool.quotas has {pair!r}; {allowed}")

@@ -55,6 +55,8 @@ def phase(algorithm: dict[str, Any] | None = None, **pool: Any):
         ({"quotas": (("(", 0.5),)}, "pool.quotas has .*0.5. .missing"),
         ({"quotas": (("code", 0.0),)}, "pool.quotas has .'code', 0.0.; allowed: pairs"),
         ({"quotas": ("code",)}, "pool.quotas has 'code' .too many"),
+        ({"quotas": (("code", None),)}, "pool.quotas has .'code', None.; allowed: pairs"),
+        ({"quotas": (("code", (0.5,)),)}, "pool.quotas has .'code', .0.5,..; allowed: pairs"),
     ],
 )
 def test_a_field_is_refused_by_name(pool, match):
