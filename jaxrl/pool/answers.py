@@ -233,9 +233,9 @@ class Answers:
     def _asked(self, attempt: Attempt, ask: Ask, prompt: Sequence[int], call: int) -> Request:
         limits, lease = self._limits, attempt.lease
         temperature = limits.temperature if ask.temperature is None else ask.temperature
-        if not (temperature > 0 or (temperature == 0 and attempt.visits)):
+        if not (0 < temperature < math.inf or (temperature == 0 and attempt.visits)):
             raise ValueError(
-                f"temperature={temperature}; allowed: > 0, greedy is refused for training"
+                f"temperature={temperature}; allowed: > 0, greedy is refused for training; finite"
             )
         most = limits.max_new_tokens if ask.max_tokens is None else ask.max_tokens
         if most < 1:

@@ -31,7 +31,10 @@ def parsed(data: bytes) -> Any:
             return orjson.loads(data)
         except ValueError:
             pass  # it is strict where json is not, which says what is wrong, too
-    return json.loads(data)
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
 
 
 def _has_long(data: bytes) -> bool:

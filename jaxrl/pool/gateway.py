@@ -41,7 +41,15 @@ from jaxrl.pool.conversation import Call
 from jaxrl.pool.engines import Engine, EngineError
 from jaxrl.pool.entrance import LOOK_S, Entrance
 from jaxrl.pool.ledger import Lease, LedgerRefusal
-from jaxrl.pool.openai_api import Answer, digest_of, read_ask, refusal, token_texts, usage
+from jaxrl.pool.openai_api import (
+    Answer,
+    check_numbers,
+    digest_of,
+    read_ask,
+    refusal,
+    token_texts,
+    usage,
+)
 from jaxrl.pool.order import Bell
 from jaxrl.pool.rollout import Failure, Version
 from jaxrl.pool.turns import Said
@@ -334,14 +342,16 @@ def _ids_ask(body: Mapping[str, Any], again: bool) -> Ask:
     prompt = body.get("prompt")
     if prompt is not None and not all(isinstance(token, int) for token in prompt):
         raise ValueError("prompt; allowed: a list of token ids")
+    most, seed, temperature = (body.get(x) for x in ("max_new_tokens", "seed", "temperature"))
+    check_numbers({"max_new_tokens": most, "seed": seed}, temperature)
     return Ask(
         request=digest_of("ids", body),
         again=again,
         ids=prompt,
-        temperature=body.get("temperature"),
-        max_tokens=body.get("max_new_tokens"),
+        temperature=temperature,
+        max_tokens=most,
         stop_ids=frozenset(int(token) for token in body.get("stop_ids", ())),
-        seed=body.get("seed"),
+        seed=seed,
     )
 
 
@@ -401,7 +411,7 @@ def _classified(error: Exception) -> tuple[int, str, str | None]:
             return 503, "server_error", "engine"
         case OSError():
             return 507, "server_error", "storage"
-        case ValueError() | KeyError() | TypeError() | AttributeError():
+        case ValueError() | KeyError() | TypeError() | AttributeError() | OverflowError():
             return 400, "invalid_request_error", None
     return 500, "server_error", None
 

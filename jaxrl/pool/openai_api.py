@@ -42,6 +42,14 @@ def digest_of(kind: str, body: Any) -> str:
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
+def check_numbers(whole: Mapping[str, Any], temperature: Any) -> None:
+    """ValueError naming one of a request's numbers that is none, or a ``whole`` one that is not."""
+    kinds = [(name, value, int) for name, value in whole.items()]
+    for name, value, kind in (*kinds, ("temperature", temperature, int | float)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise ValueError(f"{name}={value!r}; allowed: a number")
+
+
 def read_ask(kind: str, body: Mapping[str, Any], again: bool) -> Ask:
     """A request body of ``chat`` or ``text`` as what is asked. ValueError naming the field."""
     for name, allowed in NEUTRAL.items():
@@ -52,13 +60,7 @@ def read_ask(kind: str, body: Mapping[str, Any], again: bool) -> Ask:
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     temperature, seed = body.get("temperature"), body.get("seed")
-    for name, value, kinds in (
-        ("max_tokens", most, int),
-        ("seed", seed, int),
-        ("temperature", temperature, int | float),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise ValueError(f"{name}={value!r}; allowed: a number")
+    check_numbers({"max_tokens": most, "seed": seed}, temperature)
     if not all(isinstance(stop, str) for stop in stops):
         raise ValueError(f"stop={stops!r}; allowed: texts")
     asked: dict[str, Any] = {}

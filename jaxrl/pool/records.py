@@ -29,6 +29,7 @@ from jaxrl.pool.rollout import (
 )
 
 NOTHING: dict[str, Any] = {}
+EXACT = 2**53  # integers up to it are floats, bit for bit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +226,7 @@ def is_plain(told: Mapping[str, Any]) -> bool:
     """Whether a worker says nothing of an attempt that could not stand in columns: a finite reward
     or that there is none yet, and facts that are JSON."""
     failure, reward = told.get("failure", "none"), told.get("reward")
-    facts = told.get("facts", NOTHING)
+    facts, components = told.get("facts", NOTHING), told.get("components", NOTHING)
     return (
         (
             (failure == "none" and type(reward) is float and math.isfinite(reward))
@@ -234,15 +235,23 @@ def is_plain(told: Mapping[str, Any]) -> bool:
         and not told.get("feedback")
         and told.get("stop_reason") is None
         and type(told.get("correct", False)) is bool
-        and type(told.get("components", NOTHING)) is dict
+        and type(components) is dict
+        and not any([type(part) is int and abs(part) > EXACT for part in components.values()])
         and type(facts) is dict
         and not any([type(fact) is dict for fact in facts.values()])
     )
 
 
+def _bounded(part: Any) -> Any:
+    """A part of a reward as it is, if a float can be made of it where it is a number."""
+    if isinstance(part, int):
+        float(part)
+    return part
+
+
 def read_outcome(told: Mapping[str, Any]) -> Outcome:
-    """A worker's word on an attempt. ValueError, TypeError or AttributeError for what it may not
-    say."""
+    """A worker's word on an attempt. For what it may not say ValueError, TypeError, AttributeError,
+    or OverflowError: an integer that is more than a float."""
     failure = Failure(told.get("failure", "none"))
     if failure not in (Failure.NONE, Failure.POLICY_TIMEOUT, Failure.JUDGE):
         raise ValueError(
@@ -254,7 +263,7 @@ def read_outcome(told: Mapping[str, Any]) -> Outcome:
         reward=None if reward is None else float(reward),
         correct=bool(told.get("correct", False)),
         failure=failure,
-        components=dict(told.get("components", {})),
+        components={name: _bounded(x) for name, x in told.get("components", {}).items()},
         feedback=str(told.get("feedback", "")),
         facts=read_facts(told.get("facts", {})),
         stop_reason=None if stop is None else StopReason(stop),

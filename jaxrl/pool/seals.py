@@ -15,6 +15,9 @@ from jaxrl.pool.segments import Placed, Spool
 from jaxrl.pool.spool import encode
 from jaxrl.pool.turns import Part
 
+# What reading a worker's words raises: they are wrong, and one integer may be more than a float is.
+WRONG = (ValueError, TypeError, AttributeError, OverflowError)
+
 
 class Seals:
     """Seals attempts, many at once, from a thread that may wait for a disk."""
@@ -32,7 +35,7 @@ class Seals:
         failed: dict[str, Exception] = {}
         try:
             failed |= self._sealed_together({t: attempts[t] for t in alike}, told)
-        except (ValueError, TypeError):  # of one of them: each is looked at by itself
+        except WRONG:  # of one of them: each is looked at by itself
             alike = []
         except OSError as error:
             failed |= dict.fromkeys(alike, error)
@@ -40,7 +43,7 @@ class Seals:
         for token in attempts.keys() - set(alike):
             try:
                 outcomes[token] = read_outcome(told[token])
-            except (ValueError, TypeError, AttributeError) as error:
+            except WRONG as error:
                 failed[token] = error
         rest = {token: attempts[token] for token in told if token in outcomes}
         return failed | (self._sealed_apart(rest, outcomes) if rest else {})
@@ -95,7 +98,7 @@ class Seals:
                     facts = {"generate_s": one.generate_s}
                     records.add(one.lease, one.conversation, outcomes[token], times, facts)
                     whole.append(token)
-                except (LedgerRefusal, ValueError, TypeError) as error:
+                except (LedgerRefusal, *WRONG) as error:
                     failed[token] = error
             made = records.rollouts()
             checked = _all_fit(made)
@@ -103,7 +106,7 @@ class Seals:
                 try:
                     data.append(b"".join([encode(one, checked=checked) for one in branches]))
                     trained[token] = branches[0]
-                except (ValueError, TypeError) as error:
+                except WRONG as error:
                     failed[token] = error
             if not trained:
                 return failed
