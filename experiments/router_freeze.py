@@ -17,8 +17,8 @@ and measure (the summary's ``held_out.before``; the steps taken do not matter):
         --config.phases.sft.train.steps=1 --config.train.steps=1 \
         --config.phases.grpo.train.start=RUN/restored
 
-Result (9ea61c7, 2026-12-01, rate 3e-4; the numbers of each seed in turn, loads of the last 10 of
-100 takes; the warm start had held-out avg@4 67.9, 65.2 and 72.2 %):
+Result: three seeds at 9ea61c7, 2026-12-01, rate 3e-4 (the numbers of each in turn, loads of the
+last 10 of 100 takes; the warm start had held-out avg@4 67.9, 65.2 and 72.2 %):
 
     routers 30 times faster   avg@4 51.7, 41.2, 34.8 %   CV 1.65, 1.43, 1.40   cold 48, 53, 48 %
     the same, replayed        52.0, 48.7, 41.4 %         1.69, 1.68, 1.46      37, 48, 53 %
