@@ -258,11 +258,11 @@ def _visits(routes: Array, experts: int, sizes: tuple[int, ...]) -> _Visits:
         order = jnp.concatenate([order[:1], order])
         counts = jnp.concatenate([jnp.zeros_like(counts[:1]), counts])
     end = jnp.cumsum(counts).astype(jnp.int32)
-    pairs = order, end - counts, end
+    start, end, order = (a.reshape(-1, 2) for a in (end - counts, end, order))
     smaller = jnp.asarray((0, *sizes[:-1]), jnp.int32)
     size = (counts[1::2, None] > smaller).sum(1)  # 0: no row
     first = (size[:, None] <= jnp.arange(len(sizes) + 1)).sum(0).astype(jnp.int32)
-    return _Visits(slot, *(a.reshape(-1, 2) for a in pairs), first)
+    return _Visits(slot, order, start, end, first)
 
 
 def _of(weights: Weights, experts: Array) -> Weights:
