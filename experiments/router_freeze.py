@@ -33,9 +33,8 @@ and 57.8 % (seeds 0 and 1): of what was lost 60 and 69 % was the routers'. At th
 nothing is lost, whether they are frozen or not; frozen ones still choose anew at 1.4 % of the
 places as the states before them move (free 1.2 %). The gap between sampler and trainer is 0 here,
 both being float32. The other seeds of the last rows are open, and rate 1e-3; at 3e-3 the policy
-itself is lost (reward 0, CV 2.8 and 3.7; e1c5355, seed 0). From run to run of one seed the
-numbers differ where the program does (the first arm at 2ec39b4: 44.4 %), by the last bits of sums.
-Six seeds on a problem of seconds:
+itself is lost (reward 0, CV 2.8 and 3.7; e1c5355, seed 0). The first arm of seed 0 had 44.4 % at
+2ec39b4; why it differs was not looked into. Six seeds on a problem of seconds:
 `claims/x08_router_load.py`, `claims/x09_frozen_routes.py`.
 """
 

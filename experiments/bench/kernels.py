@@ -19,13 +19,13 @@ the median over turns of that inside one turn, in CPU time (``process_time``: on
 does not count), and milliseconds are medians too. A kernel is to take at most 1.2 x bare.
 
 On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
-of its entries. With verl in the turns (47177b8, verl 0.9.1, torch 2.13.0, jax 0.10.2, one of two
-cores, the other loaded) each operation is at most 1.2 x the clipped surrogate or, where its formula
-costs more than that one, 1.2 x the same formula by hand: clipped surrogate 1.19, dual clip with TIS
-1.18, IcePop 1.15, geometric rejection 1.13, contrastive jsd 1.13, sequence masking 1.09. Another
-day (964100d, the core shared with a compiler) had clipped surrogates at 1.23 to 1.32: nothing is in
-the cache any more when it is ours' turn, and ours read a weight for each token where the formulas
-by hand count a mask.
+of its entries. With verl in the turns (47177b8, --seconds 2, verl 0.9.1, torch 2.13.0, jax 0.10.2,
+one of two cores, the other loaded) each operation is at most 1.2 x the clipped surrogate or, where
+its formula costs more than that one, 1.2 x the same formula by hand: clipped surrogate 1.19, dual
+clip with TIS 1.18, IcePop 1.15, geometric rejection 1.13, contrastive jsd 1.13, sequence masking
+1.09. Another day (964100d, the core shared with a compiler) had clipped surrogates at 1.23 to 1.32:
+nothing is in the cache any more when it is ours' turn, and ours read a weight for each token where
+the formulas by hand count a mask.
 
 All ten of verl's together take 13.1 x ours; what its trainer computes for GRPO with a KL term
 (advantages, dual clip with sampler correction, k3) 12.2 x, with the plain clip 11.3 x. One by one
