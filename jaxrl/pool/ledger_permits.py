@@ -8,7 +8,7 @@ import json
 
 from jaxrl.pool.ledger import Granted, LedgerRefusal
 from jaxrl.pool.ledger_leases import PENDING, Leases, overdue
-from jaxrl.pool.ledger_schema import LENT, LIVE, Rows, epoch_of, sealed_of
+from jaxrl.pool.ledger_schema import LENT, LIVE, Rows, epoch_of, places_of, sealed_of
 from jaxrl.pool.ledger_weights import weigh_groups, weights
 from jaxrl.pool.permits import BELIEVED_S, Permits, Used
 
@@ -74,14 +74,20 @@ class PermittedLeases(Leases):
 
         def work(db: Rows) -> None:
             self._check_mine(db)
-            rows = db.all(UNWEIGHED)
+            groups = {row["grp"] for row in db.all(UNWEIGHED)}
+            if not groups:
+                return
+            # A seal adds up its group as well: who is second must see what the first has written.
+            lock = f"SELECT id FROM rollout_groups WHERE id IN {places_of(groups)} ORDER BY id"
+            db.all(lock + self.FOR_UPDATE, *groups)
+            rows = [row for row in db.all(UNWEIGHED) if row["grp"] in groups]
             found = weights([sealed_of(row["sealed"]) for row in rows])
             db.many(
                 "UPDATE slots SET bytes = ? WHERE grp = ? AND sample = ? AND state = 'sealed' "
                 "AND bytes IS NULL",
                 [(n, row["grp"], row["sample"]) for n, row in zip(found, rows, strict=True)],
             )
-            weigh_groups(db, sorted({row["grp"] for row in rows}))
+            weigh_groups(db, sorted(groups))
 
         self._write(work)
 

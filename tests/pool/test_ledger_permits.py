@@ -232,6 +232,34 @@ def test_what_was_sealed_without_a_limit_is_weighed_later(ledger):
     assert ledger.used(limit).spool_bytes == 14
 
 
+def test_a_seal_that_comes_while_a_trainer_weighs_is_not_lost(postgres_address):
+    """Both add up one group's bytes: whoever is second must see what the first has written."""
+    from jaxrl.pool.ledger_postgres import PostgresLedger
+
+    limit = Permits(spool_bytes=10)
+    ledger, other = (PostgresLedger(postgres_address, "weighing", lambda: 1000.0) for _ in "ab")
+    ledger.begin_epoch()
+    ledger.open_groups([group(0, samples=3)])
+    first, second, _ = ledger.lease_many("w", LEASE_S, 3)
+    ledger.seal(first.token, sealed(bytes=9, segment="a"))
+    weighing = threading.Thread(target=ledger.weigh)
+    waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    move = other._move
+
+    def slowly(*told) -> list[int]:
+        groups = move(*told)
+        weighing.start()
+        until(lambda: not weighing.is_alive() or ledger._read(lambda db: db.all(waiting)))
+        return groups
+
+    other._move = slowly
+    weighed(other, second.token, 5, "b")
+    weighing.join(60)
+    assert ledger.used(limit).spool_bytes == 14
+    for each in (ledger, other):
+        each.close()
+
+
 def on_disk(ledger, live: Sequence) -> int:
     """The records that live groups have a sample in, each once."""
     found = [member.sealed for one in live for member in ledger.members(one.id)]
