@@ -18,6 +18,7 @@ from jaxrl.pool.ledger_schema import (
     places_of,
     rows_of,
     shared_of,
+    storable,
     tally,
     tally_refusals,
 )
@@ -272,7 +273,7 @@ class Leases:
             raise ValueError(
                 f"failure={failure.value!r}; allowed: infra, env, data (others are sealed)"
             )
-        now = self._clock()
+        now, reason = self._clock(), storable(reason)
 
         def work(db: Rows) -> None:
             (held,) = self._locked(db, [token], now)
@@ -305,7 +306,7 @@ class Leases:
         """The first pending slots, leased; ``where`` is a further condition, ``at`` its values."""
         epoch, once, expires = epoch_of(db), fresh(), now + lease_s
         first = f"WITH first AS ({PENDING}{where}{FIRST}{self.SKIP_LOCKED}{LEASED}"
-        found = db.all(first, *at, most, once, owner, expires, lease_s, now)
+        found = db.all(first, *at, most, once, storable(owner), expires, lease_s, now)
         if not found:
             return []
         shared = shared_of(db, found)

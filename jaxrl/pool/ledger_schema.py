@@ -57,6 +57,8 @@ BROUGHT = {
     ),
 }
 
+NO_SIGN = "?"  # in place of a character that no database holds
+
 SHARED = Sealed._fields.index("reward")  # fields of a sealed sample that tell of its record
 
 LENT = "('leased', 'running')"
@@ -139,6 +141,11 @@ def insert_group(db: Rows, group: OpenGroup, now: float) -> bool:
             json.dumps([int(token) for token in prompt]),
         )
     return True
+
+
+def storable(text: str) -> str:
+    """A text as every database holds it: without zeros and halves of surrogate pairs."""
+    return text.replace("\0", NO_SIGN).encode("utf-8", "replace").decode()
 
 
 def places_of(values: Collection[Any]) -> str:

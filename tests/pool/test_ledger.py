@@ -430,3 +430,11 @@ def test_changes_tell_of_what_may_be_leased_and_who_may_have_lost_a_lease(tmp_pa
     assert not mine.still(None, set(), 60)
     mine.close()
     others.close()
+
+
+@pytest.mark.parametrize("told", ["a\0b", "a\ud800b"])
+def test_why_an_attempt_failed_is_kept_whatever_its_text(ledger, told):
+    """What programs print has zeros, and bytes that are no text; no database holds either."""
+    ledger.open_groups([group(0, samples=1, max_attempts=1)])
+    ledger.fail(lease_of(ledger, told).token, Failure.INFRA, told)
+    assert [void.reason for void in ledger.voided(0)] == ["infra"]
