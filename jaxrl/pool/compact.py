@@ -15,13 +15,17 @@ _EXACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, sort_keys=True
 
 def compact(value: Any) -> bytes:
     """A value as one line of JSON, names in order, dataclasses as their fields; floats come back
-    bit for bit. ValueError for a number that is not finite, TypeError for what JSON has not."""
+    bit for bit. ValueError for a number that is not finite and for values that are nested too
+    deeply, TypeError for what JSON has not."""
     try:
         told = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # large integers, half of a surrogate pair: it is strict where json is not
         told = b"null"
     # It writes null for a number that is not finite: whatever has one is json's to judge.
-    return _EXACT.encode(value).encode() if b"null" in told else told
+    try:
+        return _EXACT.encode(value).encode() if b"null" in told else told
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
 
 
 def parsed(data: bytes) -> Any:

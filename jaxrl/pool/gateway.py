@@ -43,6 +43,7 @@ from jaxrl.pool.entrance import LOOK_S, Entrance
 from jaxrl.pool.ledger import Lease, LedgerRefusal
 from jaxrl.pool.openai_api import (
     Answer,
+    are_ids,
     check_numbers,
     digest_of,
     read_ask,
@@ -223,7 +224,10 @@ class Gateway:
 
     async def _heartbeat(self, request: Request) -> Response:
         body = await self._body(request)
-        return JSONResponse({"refused": await self._attempts.heartbeat(list(body["tokens"]))})
+        tokens = list(body["tokens"])
+        if not all([isinstance(token, str) for token in tokens]):  # before any is extended
+            raise ValueError("tokens; allowed: a list of texts")
+        return JSONResponse({"refused": await self._attempts.heartbeat(tokens)})
 
     async def _generate_many(self, request: Request) -> Response:
         """The tasks' own prompts of many attempts: one request for a batch."""
@@ -339,9 +343,10 @@ def _wants_logprobs(kind: str, body: Mapping[str, Any]) -> bool:
 def _ids_ask(body: Mapping[str, Any], again: bool) -> Ask:
     """A native request: ``prompt`` ids or none, ``max_new_tokens``, ``temperature``,
     ``stop_ids``."""
-    prompt = body.get("prompt")
-    if prompt is not None and not all(isinstance(token, int) for token in prompt):
-        raise ValueError("prompt; allowed: a list of token ids")
+    prompt, stops = body.get("prompt"), body.get("stop_ids", [])
+    for name, ids in (("prompt", [] if prompt is None else prompt), ("stop_ids", stops)):
+        if not are_ids(ids):
+            raise ValueError(f"{name}; allowed: a list of token ids")
     most, seed, temperature = (body.get(x) for x in ("max_new_tokens", "seed", "temperature"))
     check_numbers({"max_new_tokens": most, "seed": seed}, temperature)
     return Ask(
@@ -350,7 +355,7 @@ def _ids_ask(body: Mapping[str, Any], again: bool) -> Ask:
         ids=prompt,
         temperature=temperature,
         max_tokens=most,
-        stop_ids=frozenset(int(token) for token in body.get("stop_ids", ())),
+        stop_ids=frozenset(stops),
         seed=seed,
     )
 

@@ -33,13 +33,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
 }
 
+IDS = 2**31  # more than any vocabulary has, and what arrays of ids hold
+
 PIECE = 16  # characters of a streamed piece
 
 
 def digest_of(kind: str, body: Any) -> str:
-    """Of a request: the same when it is sent again."""
-    told = json.dumps([kind, body], sort_keys=True)
+    """Of a request: the same when it is sent again. ValueError for one that is nested too
+    deeply."""
+    try:
+        told = json.dumps([kind, body], sort_keys=True)
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def are_ids(value: Any) -> bool:
+    """Whether it is a list of what may be ids of tokens."""
+    return isinstance(value, list) and all([type(x) is int and 0 <= x < IDS for x in value])
 
 
 def check_numbers(whole: Mapping[str, Any], temperature: Any) -> None:
@@ -75,7 +86,7 @@ def read_ask(kind: str, body: Mapping[str, Any], again: bool) -> Ask:
             prompt = prompt[0]
         if isinstance(prompt, str):
             asked = {"text": prompt}
-        elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        elif are_ids(prompt):
             asked = {"ids": prompt}
         else:
             raise ValueError("prompt; allowed: one text, or one list of token ids")

@@ -257,14 +257,20 @@ def read_outcome(told: Mapping[str, Any]) -> Outcome:
         raise ValueError(
             f"failure={failure.value!r}; allowed: none, policy-timeout, judge; fail it"
         )
-    reward = told.get("reward")
-    stop = told.get("stop_reason")
+    reward, stop = told.get("reward"), told.get("stop_reason")
+    for name, value, kinds, allowed in (
+        ("reward", reward, (float, int, type(None)), "a number, or null"),
+        ("correct", told.get("correct", False), (bool,), "true or false"),
+        ("feedback", told.get("feedback", ""), (str,), "a text"),
+    ):
+        if type(value) not in kinds:
+            raise ValueError(f"{name}={value!r}; allowed: {allowed}")
     return Outcome(
         reward=None if reward is None else float(reward),
-        correct=bool(told.get("correct", False)),
+        correct=told.get("correct", False),
         failure=failure,
         components={name: _bounded(x) for name, x in told.get("components", {}).items()},
-        feedback=str(told.get("feedback", "")),
+        feedback=told.get("feedback", ""),
         facts=read_facts(told.get("facts", {})),
         stop_reason=None if stop is None else StopReason(stop),
     )

@@ -7,6 +7,7 @@ from tests.pool.scripted import Letters, Scripted, answer_of
 from tests.pool.serving import KEY, gateway
 
 DEEP = b"[" * 20_000 + b"]" * 20_000
+EDGE = b"[" * 1_015 + b"]" * 1_015  # can be read, and not be written again
 LONG = b"9" * 400
 VERBS = ("lease", "heartbeat", "generate", "state", "seal", "fail")
 
@@ -47,6 +48,12 @@ ATTEMPTS = [
     b'{"token": "T", "reward": 1, "components": 3}',
     b'{"token": "T", "reward": 1, "components": {"a": 1e400}}',
     b'{"token": "T", "reward": 1, "components": {"a": ' + LONG + b"}}",
+    b'{"token": "T", "reward": 1, "facts": {"a": ' + EDGE + b"}}",
+    b'{"token": "T", "reward": "1"}',
+    b'{"token": "T", "reward": true}',
+    b'{"token": "T", "reward": 1, "correct": "false"}',
+    b'{"token": "T", "reward": 1, "correct": 1}',
+    b'{"token": "T", "reward": 1, "feedback": ["a"]}',
     b'{"token": "T", "reward": 1, "failure": "sad"}',
     b'{"token": "T", "reward": 1, "stop_reason": 3}',
     b'{"token": "T", "reward": 1, "facts": {"a": 1e400}}',
@@ -54,6 +61,11 @@ ATTEMPTS = [
 PROMPTS = [
     b'{"prompt": [1e400]}',
     b'{"prompt": [1.5]}',
+    b'{"prompt": [true]}',
+    b'{"prompt": [-1]}',
+    b'{"prompt": [4294967296]}',
+    b'{"prompt": [' + LONG + b"]}",
+    b'{"prompt": "1+1=", "x": ' + EDGE + b"}",
     b'{"prompt": {"a": 1}}',
     b'{"prompt": [[1]]}',
 ]
@@ -68,6 +80,8 @@ NATIVE = [
     b'{"prompt": ' + IDS + b', "temperature": "hot"}',
     b'{"prompt": ' + IDS + b', "stop_ids": [1e400]}',
     b'{"prompt": ' + IDS + b', "stop_ids": 3}',
+    b'{"prompt": ' + IDS + b', "stop_ids": [-1]}',
+    b'{"prompt": ' + IDS + b', "stop_ids": [' + LONG + b"]}",
 ]
 TEXTS = [
     b'{"prompt": "1+1=", "max_tokens": 1e400}',
@@ -79,6 +93,7 @@ TEXTS = [
 CHATS = [
     b'{"messages": 3}',
     b'{"messages": []}',
+    b'{"messages": [{"role": "user", "content": ' + EDGE + b"}]}",
     b'{"messages": [3]}',
     b'{"messages": [{"role": "user"}]}',
     b'{"messages": [{"role": "user", "content": 3}]}',
@@ -115,6 +130,14 @@ def test_calls_of_workers(place):
     token = place.lease()
     for verb, body in CALLS:
         refused(sent(place, f"/work/{verb}", body.replace(b"T", token.encode())))
+    untouched(place, token)
+
+
+def test_what_is_refused_extends_no_lease_beside_it(place):
+    token = place.lease()
+    before = place.ledger.find(token).expires
+    refused(sent(place, "/work/heartbeat", b'{"tokens": ["' + token.encode() + b'", 5]}'))
+    assert place.ledger.find(token).expires == before
     untouched(place, token)
 
 
