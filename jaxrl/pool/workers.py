@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import httpx2
 
+from jaxrl.pool.compact import compact
 from jaxrl.pool.contract import Question, Questions
 from jaxrl.pool.judging import judge
 from jaxrl.pool.records import write_facts
@@ -84,8 +85,10 @@ class Work:
         while True:
             try:
                 url = f"{self.url}/work/{verb}"
-                told = None if body is None else {**body, "again": again}
-                response = self._client.request("GET" if body is None else "POST", url, json=told)
+                # escaped: what verifiers say may be no text
+                told = None if body is None else compact({**body, "again": again})
+                method = "GET" if body is None else "POST"
+                response = self._client.request(method, url, content=told)
                 if response.status_code == 200:
                     return response.json()
                 if response.status_code < 500 and response.status_code != 429:

@@ -97,6 +97,22 @@ def test_seals_that_are_too_large_together_are_sent_in_parts(place):
     assert (void.id, void.reason) == (2, "data")  # over the limit alone
 
 
+class Printing(Sums):
+    """Sums whose verifier shows bytes that are no text, as the output of programs has them."""
+
+    def verify(self, task: Any, response: str) -> Any:
+        if response == "4":
+            raise ValueError(b"\xff".decode(errors="surrogateescape"))
+        return dataclasses.replace(super().verify(task, response), feedback="\udcff")
+
+
+def test_what_is_no_text_does_not_lose_the_worker(place):
+    open_sums(place, 3, 4)
+    assert worker_of(place, Printing(10)).once() == 2
+    assert [void.reason for void in place.ledger.voided(0)] == ["data"]
+    assert place.sealed(1)[0].reward == 1.0
+
+
 def test_groups_that_are_judged_together_are_sealed_without_a_reward(place):
     open_sums(place, 3)
     worker_of(place, Judged(10)).once()
