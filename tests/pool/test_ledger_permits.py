@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -232,7 +233,7 @@ def test_what_was_sealed_without_a_limit_is_weighed_later(ledger):
     assert ledger.used(limit).spool_bytes == 14
 
 
-def test_a_seal_that_comes_while_a_trainer_weighs_is_not_lost(postgres_address):
+def test_a_seal_that_comes_while_a_trainer_weighs_is_not_lost(postgres_address, monkeypatch):
     """Both add up one group's bytes: whoever is second must see what the first has written."""
     from jaxrl.pool.ledger_postgres import PostgresLedger
 
@@ -246,13 +247,13 @@ def test_a_seal_that_comes_while_a_trainer_weighs_is_not_lost(postgres_address):
     waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
     move = other._move
 
-    def slowly(*told) -> list[int]:
+    def slowly(*told: Any) -> Any:
         groups = move(*told)
         weighing.start()
         until(lambda: not weighing.is_alive() or ledger._read(lambda db: db.all(waiting)))
         return groups
 
-    other._move = slowly
+    monkeypatch.setattr(other, "_move", slowly)
     weighed(other, second.token, 5, "b")
     weighing.join(60)
     assert ledger.used(limit).spool_bytes == 14
