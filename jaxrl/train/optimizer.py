@@ -18,6 +18,8 @@ NAMES = ("adamw", "sgd")
 TRAINED = ("auto", "adapters", "base", "all")
 MOMENTS = ("float32", "bfloat16")
 
+LARGE, SKIPPED = 2**16, 16  # see ``preview``
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -131,21 +133,27 @@ def scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def clip_by_norm(limit: float) -> optax.GradientTransformation:
-    """Multiply by min(1, limit / norm of all of them together).
+def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """Multiply by min(1, limit / norm of all of them together); ``norm`` where that is known.
 
     What ``optax.clip_by_global_norm`` does, as one factor: that is computed on the way by whoever
     reads a gradient, where a choice between two arrays is written down and read again.
     """
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        norm: jax.Array | None = None,
+        **others: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        del params
-        factor = limit / jnp.maximum(optax.tree.norm(updates), limit)
+        del params, others
+        norm = optax.tree.norm(updates) if norm is None else norm
+        factor = limit / jnp.maximum(norm, limit)
         return jax.tree.map(lambda g: g * factor, updates), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def scale_by_adam(b1: float, b2: float, epsilon: float) -> optax.GradientTransformationExtraArgs:
@@ -216,7 +224,7 @@ def build(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     ``weight_decay`` is decoupled: it is added after the moments and scaled by the learning rate,
     for both; so a factor of ``rates`` scales it too. A sigmoid router's bias is not decayed: its
     gradient is 0, and the published value is the balance of the experts' loads. ``update`` may be
-    told whether the update will be ``made``, see ``scale_by_adam``.
+    told whether the update will be ``made``, see ``scale_by_adam``, and the gradient's ``norm``.
     """
     moments = (
         scale_by_adam(config.b1, config.b2, config.epsilon)
@@ -233,6 +241,51 @@ def build(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
         *([scale_by_name(config.rates)] if config.rates else []),
     )
     return onto_weights(chain, config.rounding)
+
+
+def preview(
+    tx: optax.GradientTransformation,
+    grads: Mapping[str, jax.Array],
+    state: optax.OptState,
+    params: Mapping[str, jax.Array],
+    norm: jax.Array,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """What an update of ``build`` is about to do: the norm of the changes, and the share of
+    parameters that they change at all. Of arrays of more than ``LARGE`` numbers every
+    ``SKIPPED``-th row stands for all; ``norm`` is that of the whole gradient.
+
+    A share near 0 says that steps are below half a unit in the last place: masters too narrow.
+    Looked at beforehand and in part because of XLA:CPU, whose kernels write one array: it writes
+    all changes down to sum them, and copies all parameters to compare them later. With AdamW on
+    12.6 M parameters (two cores) the update took 37 ms so, 12 ms as it is, 9.5 ms unseen.
+    """
+    few, few_grads, few_state = (jax.tree.map(_some, tree) for tree in (params, grads, state))
+    changes, _ = optax.with_extra_args_support(tx).update(few_grads, few_state, few, norm=norm)
+    after = optax.apply_updates(few, changes)
+    square, moved = jnp.zeros(()), jnp.zeros(())
+    for name, whole in params.items():
+        change, shown = _flat(changes)[name].astype(jnp.float32), few[name]
+        stands = whole.size / shown.size
+        square += stands * (change * change).sum()
+        # In float32: there are more parameters than an int32 counts.
+        moved += stands * (_flat(after)[name] != shown).sum(dtype=jnp.float32)
+    return jnp.sqrt(square), moved / float(sum(x.size for x in params.values()))
+
+
+def _some(x: jax.Array) -> jax.Array:
+    """Every ``SKIPPED``-th row of an array with more than ``LARGE`` numbers, along the longest axis
+    but the last: in memory what lies beside a number is read with it. From the middle of the first
+    so many, as neither end is typical."""
+    if x.size <= LARGE or x.ndim < 2:
+        return x
+    axis = max(range(x.ndim - 1), key=lambda i: x.shape[i])
+    every = math.gcd(x.shape[axis], SKIPPED)
+    return jax.lax.slice_in_dim(x, every // 2, None, every, axis)
+
+
+def _flat(tree: Any) -> Mapping[str, jax.Array]:
+    assert isinstance(tree, Mapping)
+    return tree
 
 
 def freezing(config: OptimizerConfig, names: Iterable[str]) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ there is no first pass: what is observed is read in the update's own, off the sa
 Roles with an ``ema_rate`` follow the student after each update. Lessons come last: other roles that
 train on the same take, each beside the models as they were when the take began.
 
-An update without a weighted token, or with a gradient that is not finite, is skipped: parameters,
-moments and schedule stay as they are and a metric counts it. ``state.step`` counts takes and
-advances either way.
+An update without a weighted token, or with a gradient or change that is not finite, is skipped:
+parameters, moments and schedule stay as they are and a metric counts it. ``state.step`` counts
+takes and advances either way.
 """
 
 import dataclasses
@@ -42,15 +42,17 @@ from jaxrl.train.accumulate import (
     Tally,
     tally,
 )
+from jaxrl.train.optimizer import preview
 from jaxrl.train.rounding import choose
 from jaxrl.train.routing import Loads, RoutingConfig
-from jaxrl.train.state import STUDENT, Params, Role, Scorer, TrainState, models_of, shardings
+from jaxrl.train.state import STUDENT, Role, Scorer, TrainState, models_of, shardings
 
 Metrics = dict[str, Array]
 
 # Metrics that are arrays begin so, for the log to draw.
 SHOWN, SPREAD, LOAD = "shown/", "spread/", "router/load"
 SPREADS = {ADVANTAGE: ADVANTAGE, RATIO: "loss/log_ratio"}
+MOVED = "optim/moved"  # share of parameters that an update changes: the log tells what is left
 
 # Names under which algorithms observe the student's own log-probs at the start of the take.
 OLD_LOGP = {"old_logp", "student"}
@@ -249,13 +251,15 @@ class Step:
         )
         norm = optax.tree.norm(grads)
         empty = ~(credit.weight != 0).any()
-        made = ~empty & jnp.isfinite(norm) & jnp.isfinite(loss)
+        change, moved = preview(learner.tx, grads, role.opt_state, role.params, norm)
+        # All of them, so that the update waits for what still reads the old parameters.
+        made = ~empty & jnp.isfinite(norm + loss + change + moved)
         tx = optax.with_extra_args_support(learner.tx)
-        changes, opt_state = tx.update(grads, role.opt_state, role.params, made=made)
+        changes, opt_state = tx.update(grads, role.opt_state, role.params, made=made, norm=norm)
         after = (optax.apply_updates(role.params, changes), opt_state)
         params, opt_state = choose(made, after, (role.params, role.opt_state))
-        changed = optax.tree.norm(changes)
-        numbers = {"loss/total": loss, "optim/grad_norm": norm, "optim/update_norm": changed}
+        numbers = {"loss/total": loss, "optim/grad_norm": norm}
+        numbers |= {"optim/update_norm": change, MOVED: moved}
         report = Report(
             made=made,
             empty=empty,
@@ -316,9 +320,7 @@ class Step:
         read = seen.pop(LOGP, None)  # by the first update, of its rollouts
         observed = observed or seen
         metrics = (
-            report_metrics(reports)
-            | batch_metrics(batch, state.step)
-            | optimizer_metrics(roles[STUDENT].params, student)
+            report_metrics(reports) | batch_metrics(batch, state.step) | optimizer_metrics(student)
         )
         if old := OLD_LOGP & set(observed):
             metrics |= sampler_gap(batch, observed[old.pop()], state.step)
@@ -377,6 +379,7 @@ def report_metrics(reports: Report) -> Metrics:
     spreads = {name: t.counts for name, t in tallies.items() if t.counts is not None}
     advantage, square = tallies.pop(ADVANTAGE), tallies.pop(ADVANTAGE_SQUARE)
     metrics = {name: t.mean for name, t in total.numbers.items()}
+    metrics["optim/frac_params_unchanged"] = 1 - metrics.pop(MOVED)
     metrics |= {SPREAD + SPREADS[name]: counts for name, counts in spreads.items()}
     for name, t in tallies.items():
         metrics |= {f"loss/{name}_mean": t.mean, f"loss/{name}_max": t.top}
@@ -444,23 +447,10 @@ def gap_metrics(gap: Array, lag: Array, mask: Array) -> Metrics:
     }
 
 
-def _same(a: Array, b: Array) -> Array:
-    """How many numbers are equal."""
-    if a.ndim > 2:  # of all layers: counted over these first, on the way, which writes no array
-        return (a == b).sum(0, dtype=jnp.int32).astype(jnp.float32).sum()
-    return (a == b).sum(dtype=jnp.float32)
-
-
-def optimizer_metrics(before: Params, trained: Role) -> Metrics:
-    """Share of trainable numbers that the take left bit for bit, and the learning rate used last.
-
-    A share near 1 says that steps are below half a unit in the last place: masters too narrow.
-    """
-    # In float32: there are more parameters than an int32 counts.
-    same = jnp.stack([_same(before[name], x) for name, x in trained.params.items()]).sum()
-    metrics = {"optim/frac_params_unchanged": same / float(sum(x.size for x in before.values()))}
+def optimizer_metrics(trained: Role) -> Metrics:
+    """The learning rate used last."""
     rate = optax.tree.get(trained.opt_state, "learning_rate")
-    return metrics if rate is None else metrics | {"optim/learning_rate": rate}
+    return {} if rate is None else {"optim/learning_rate": rate}
 
 
 def shown_rows(batch: Batch, reports: Report) -> Metrics:

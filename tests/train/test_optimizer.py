@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.base import get_config
-from jaxrl.train.optimizer import OptimizerConfig, build, freezing, schedule, split
+from jaxrl.train.optimizer import LARGE, OptimizerConfig, build, freezing, preview, schedule, split
 
 PLAIN = OptimizerConfig(
     name="sgd",
@@ -214,6 +215,82 @@ def test_small_steps_move_float32_and_not_bfloat16():
 
 
 PARAMS: dict[str, Any] = {"blocks/router/kernel": 0, "blocks/query/kernel": 1, "embed": 2}
+
+
+def grown(config, params, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+    """The chain, a gradient of normal numbers, and parameters and state after one such update."""
+    keys = jax.random.split(jax.random.key(seed), (2, len(params)))
+
+    def drawn(keys: Any) -> Any:
+        pairs = zip(keys, params.items(), strict=True)
+        return {name: jax.random.normal(key, x.shape) for key, (name, x) in pairs}
+
+    tx, (first, grads) = build(config), map(drawn, keys)
+    changes, state = tx.update(first, tx.init(params), params)
+    return tx, grads, optax.apply_updates(params, changes), state
+
+
+def told_and_true(tx, grads, params, state) -> tuple[Any, Any]:
+    """What ``preview`` says of an update, and what it was: norm of changes, share that moved."""
+    told = preview(tx, grads, state, params, optax.tree.norm(grads))
+    changes, _ = tx.update(grads, state, params)
+    new = optax.apply_updates(params, changes)
+    moved = sum(float((new[n] != x).sum()) for n, x in params.items())
+    return told, (optax.tree.norm(changes), moved / sum(x.size for x in params.values()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("clip_norm", [1.0, 1e9])
+def test_a_preview_of_small_arrays_is_what_comes(name, clip_norm):
+    params = {"a": jnp.ones((4, 3, 5)), "b": jnp.full((7,), 3e7), "c": jnp.zeros((2, 2))}
+    config = but(name=name, clip_norm=clip_norm, rates=(("a", 3.0),))
+    told, true = told_and_true(*grown(config, params))
+    np.testing.assert_allclose(told, true, rtol=1e-6)
+    assert 0 < told[1] < 1  # b is too large for such steps
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "masters"])
+def test_a_preview_of_large_arrays_is_near_what_comes(moments, rounding):
+    """Rows of 1 to 64: a wrong weight of what is looked at, or a corner alone, would show."""
+    scale = jnp.arange(1.0, 65.0)
+    large = jnp.ones((2, 64, 2048)) * scale[:, None]
+    assert large.size > LARGE
+    params = {"large": large.astype(jnp.bfloat16), "small": jnp.ones((16, 16))}
+    config = but(
+        name="adamw", learning_rate=3e-2, weight_decay=0.1, moments=moments, rounding=rounding
+    )
+    told, true = told_and_true(*grown(config, params))
+    assert 0.2 < true[1] < 0.9 or rounding == "stochastic"
+    np.testing.assert_allclose(told, true, rtol=0.1)
+
+
+def test_a_preview_reads_no_other_device_s_parameters():
+    """What it looks at lies evenly on all: only its sums meet."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    where = {
+        "expert": PartitionSpec(None, None, "fsdp", "tensor"),
+        "down": PartitionSpec(None, None, "tensor", "fsdp"),
+        "embedding": PartitionSpec("tensor", "fsdp"),
+    }
+    shapes = {"expert": (2, 4, 128, 256), "down": (2, 4, 256, 128), "embedding": (2048, 64)}
+    tx = build(but(name="adamw"))
+
+    def whole(name: str) -> Any:
+        spread = NamedSharding(mesh, where[name])
+        return jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=spread)
+
+    def laid(path: Any, x: Any) -> Any:
+        name = path[-1].key if hasattr(path[-1], "key") else ""
+        return whole(name) if name in shapes else x
+
+    params = {name: whole(name) for name in shapes}
+    state = jax.tree_util.tree_map_with_path(laid, jax.eval_shape(tx.init, params))
+    seen = jax.jit(lambda g, s, p: preview(tx, g, s, p, jnp.float32(1)))
+    text = seen.lower(params, state, params).compile().as_text()
+    assert "all-reduce" in text
+    for moved in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert moved not in text
 
 
 def test_split():
