@@ -22,19 +22,21 @@ last 10 of 100 takes; the warm start had held-out avg@4 67.9, 65.2 and 72.2 %):
 
     routers 30 times faster   avg@4 51.7, 41.2, 34.8 %   CV 1.65, 1.43, 1.40   cold 48, 53, 48 %
     the same, replayed        52.0, 48.7, 41.4 %         1.69, 1.68, 1.46      37, 48, 53 %
-    free, the model's rate    69.6, 69.3 %               .95, .99              17, 15 %
-    the same, replayed        71.6, 70.4 %               1.03, .96             18, 15 %
-    frozen                    69.0, 66.9 %               .98, .98              14, 12 %
-    the same, replayed        72.1 %                     .99                   18 %
+    free, the model's rate    69.6, 69.3, 66.8 %         .95, .99, 1.04        17, 15, 28 %
+    the same, replayed        71.6, 70.4, 71.7 %         1.03, .96, 1.07       18, 15, 18 %
+    frozen                    69.0, 66.9, 69.6 %         .98, .98, 1.13        14, 12, 24 %
+    the same, replayed        72.1, 68.8, 72.9 %         .99, .99, 1.10        18, 12, 22 %
 
 Routers that learn faster lose balance and task, in each seed, and following the recorded routes
-does not save them. With the warm start's routers put back the policies of the first row have 61.4
-and 57.8 % (seeds 0 and 1): of what was lost 60 and 69 % was the routers'. At the model's own rate
-nothing is lost, whether they are frozen or not; frozen ones still choose anew at 1.4 % of the
-places as the states before them move (free 1.2 %). The gap between sampler and trainer is 0 here,
-both being float32. The other seeds of the last rows are open, and rate 1e-3; at 3e-3 the policy
-itself is lost (reward 0, CV 2.8 and 3.7; e1c5355, seed 0). The first arm of seed 0 had 44.4 % at
-2ec39b4; why it differs was not looked into. Six seeds on a problem of seconds:
+does not save them. With the warm start's routers put back the policies of the first row have 61.4,
+57.8 and RESTORED2 %: of what was lost SHARES % was the routers'. At the model's own rate a frozen
+router is no better than a free one (68.5 and 68.6 % in the mean, the warm start 68.4): neither
+loses its balance, and frozen ones still choose anew at 1.4 % of the places as the states before
+them move (free 1.4 %). Following the recorded routes is better in each seed, free or frozen (71.2
+and 71.3 %), by 1.1 to 4.9 points, though the gap between sampler and trainer is 0 here, both being
+float32. Rate 1e-3 did not run; at 3e-3 the policy itself is lost (reward 0, CV 2.8 and 3.7;
+e1c5355, seed 0). The first arm of seed 0 had 44.4 % at 2ec39b4; why it differs was not looked into.
+Six seeds on a problem of seconds:
 `claims/x08_router_load.py`, `claims/x09_frozen_routes.py`.
 """
 

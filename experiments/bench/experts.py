@@ -20,10 +20,11 @@ and the gradients by x, the gates and all weights of
 and the ratios. With --step each is not a block but a whole model of --layers layers, and what is
 timed is the train step as the trainer builds it (jaxrl.train.rounds and loop, GRPO of
 configs/router.py, one update a take, AdamW) on rollouts of 64 tokens, in --micro-batches of as many
-tokens. All take turns in one process. Of each block the fastest run counts, of each step the
-median: CPU time on one core, or, with --threads 2, the time that passed (a step tells both). Freed
-memory stays with the process: else what is measured is how the system hands out pages, to some of
-them and not to others.
+tokens. All take turns in one process, after --warm turns that do not count: a product of a size
+that had not come up before takes XLA:CPU milliseconds the first time, and loads move. Of each block
+the fastest run counts, of each step the median: CPU time on one core, or, with --threads 2, the
+time that passed (a step tells both). Freed memory stays with the process: else what is measured is
+how the system hands out pages, to some of them and not to others.
 """
 
 import argparse
@@ -45,6 +46,7 @@ asked.add_argument("--ragged", action="store_true")
 asked.add_argument("--step", action="store_true", help="whole train steps")
 asked.add_argument("--layers", type=int, default=4, help="of a step's model")
 asked.add_argument("--micro-batches", type=int, default=1, help="of a step, of these tokens each")
+asked.add_argument("--warm", type=int, default=150, help="turns of each before those that count")
 asked.add_argument("--seed", type=int, default=0)
 given = asked.parse_args()
 if given.threads == 1:  # before jax starts its threads
@@ -79,6 +81,9 @@ LONG, ASKED, GROUP = 64, 16, 8  # tokens of a rollout, of its prompt; rollouts o
 def timed(runs: Mapping[str, Run], seconds: float) -> dict[str, np.ndarray]:
     """CPU and passed seconds [turn 2] of each, over turns for so many seconds a run."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(given.warm):
+            run()
     end = time.monotonic() + seconds * len(runs)
     while len(next(iter(taken.values()))) < 5 or time.monotonic() < end:
         for name, run in runs.items():
@@ -232,20 +237,21 @@ def steps(tokens: int) -> dict[str, Run]:
     """Whole steps: the model's own mixture, loops in its place, and a dense model."""
 
     def looped(loop: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def mix(*arrays: jax.Array, activation: Any, matmul: str) -> jax.Array:
+        def mix(*arrays: jax.Array, activation: Any) -> jax.Array:
             flat = (a.reshape(-1, a.shape[-1]) for a in arrays[:3])
             return loop(*flat, *arrays[3:]).reshape(arrays[0].shape)
 
         return mix
 
-    made, own = {}, policy.mixture
+    made, own = {}, policy.Visiting
+    forms = {"padded": own, "masked": lambda: looped(masked), "picked": lambda: looped(picked)}
     with tempfile.TemporaryDirectory() as folder:
-        for name, mix in (("padded", own), ("masked", looped(masked)), ("picked", looped(picked))):
-            policy.mixture = mix  # what is traced now keeps it
+        for name, form in forms.items():
+            policy.Visiting = form  # what is traced now keeps it
             try:
                 made[name] = step_of(tokens, folder, dense=False)
             finally:
-                policy.mixture = own
+                policy.Visiting = own
         made["dense"] = step_of(tokens, folder, dense=True)
     return made
 

@@ -8,7 +8,7 @@ are sorted so that the rows of one expert are a run. Forms, equal in what they g
     padded   a loop that visits each expert with a token once, two at a time, their runs padded to
              the next of a few sizes (``visit_sizes``). On CPU, which turns ``ragged_dot`` into a
              dense matmul an expert. What an uneven load costs is the padding, not the longest run
-             times all experts.
+             times all experts. ``Visiting`` does so in the weights of all layers.
     ragged   ``jax.lax.ragged_dot``: elsewhere.
     tokamax  tokamax's grouped product, a kernel for TPUs that skips rows of no expert;
              ``tokamax_twin`` is its own implementation in XLA, for where there is no TPU.
@@ -16,6 +16,7 @@ are sorted so that the rows of one expert are a run. Forms, equal in what they g
 A gate scales the inner activations, where this is one more factor of a product.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from jaxrl.model.tokamax_kernels import LANES, grouped_product, grouped_product_
 MATMULS = ("padded", "ragged", "tokamax", "tokamax_twin")
 EXCHANGES = ("auto", "dense", "ragged")
 # Sizes of padded runs, in mean runs: dense where an even load lies, few as each is compiled apart.
-SIZES = (0.25, 0.625, 1, 1.125, 1.5)
+SIZES = (0.25, 0.5, 0.75, 1, 1.125, 1.25, 1.5, 1.75, 2)
 GROWTH = 1.5  # from the last of them to the longest run that there is
 QUANTUM = 16  # sizes are multiples of so many rows
 
@@ -81,6 +82,54 @@ def mixture(
     return _mixture(*flat, weights, activation, form, routes.size).reshape(x.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Visiting:
+    """The padded form of ``mixture``, on one device; of a layer by itself, or ``within`` a stack of
+    layers, which is then neither cut into layers nor, in gradients, put together of them. Copies of
+    weights cost about as much as products of few tokens."""
+
+    def __call__(
+        self,
+        x: Float[Array, "*token embed"],
+        routes: Int[Array, "*token choice"],
+        gates: Float[Array, "*token choice"],
+        *weights: Array,
+        activation: Activation,
+    ) -> Float[Array, "*token embed"]:
+        """``mixture`` with these weights."""
+        return mixture(x, routes, gates, *weights, activation=activation, matmul="padded")
+
+    def within(
+        self,
+        x: Float[Array, "*token embed"],
+        routes: Int[Array, "*token choice"],
+        gates: Float[Array, "*token choice"],
+        stacks: tuple[Float[Array, "layer expert _ _"], ...],
+        layer: int,
+        *,
+        activation: Activation,
+    ) -> tuple[Float[Array, "*token embed"], tuple[Float[Array, "layer expert _ _"], ...]]:
+        """``mixture`` with the weights of one layer of the stacks, and the stacks, as they were.
+
+        The next layer is to be given what this one returns. So the gradient goes back through the
+        layers as one array for all of them, into which each writes its own; by stacks that another
+        layer was given too, it would be an array of zeros for each, and their sum.
+        """
+        flat_x, flat_routes, flat_gates = _flat(x, routes, gates)
+        experts = stacks[0].shape[1]
+        sizes = visit_sizes(*flat_routes.shape, routes.size / experts)
+        made, stacks = _padded(
+            flat_x,
+            flat_gates.astype(jnp.float32),
+            stacks,
+            jnp.int32(layer),
+            _visits(flat_routes, experts, sizes),
+            activation,
+            sizes,
+        )
+        return made.reshape(x.shape).astype(x.dtype), stacks
+
+
 def _flat(x: Array, routes: Array, gates: Array) -> tuple[Array, Array, Array]:
     """Tokens along one axis."""
     width, choices = x.shape[-1], routes.shape[-1]
@@ -101,7 +150,9 @@ def _mixture(
     gates = gates.astype(jnp.float32)
     if form == "padded":
         sizes = visit_sizes(routes.shape[0], routes.shape[1], expected / experts)
-        made: Any = _padded(x, gates, weights, _visits(routes, experts, sizes), activation, sizes)
+        stacks = tuple(weight[None] for weight in weights)
+        visits = _visits(routes, experts, sizes)
+        made: Any = _padded(x, gates, stacks, jnp.int32(0), visits, activation, sizes)[0]
     else:
         runs = _sorted(routes, experts)
         slot = jnp.where(jnp.arange(routes.size) < runs.start[-1], runs.slot, -1)
@@ -126,9 +177,18 @@ class _Runs(NamedTuple):
         return self.start[1:] - self.start[:-1]
 
 
+def _order(keys: Array, count: int) -> Array:
+    """``jnp.argsort(keys)`` of integers 0 .. count - 1, that is of key and place as one number: on
+    CPU a fifth of the time."""
+    if count * keys.size > jnp.iinfo(jnp.int32).max:
+        return jnp.argsort(keys).astype(jnp.int32)
+    place = jnp.arange(keys.size, dtype=jnp.int32)
+    return jax.lax.sort(keys.astype(jnp.int32) * keys.size + place, is_stable=False) % keys.size
+
+
 def _sorted(routes: Array, experts: int) -> _Runs:
     expert = jnp.where(routes < 0, experts, routes).reshape(-1)
-    slot = jnp.argsort(expert).astype(jnp.int32)
+    slot = _order(expert, experts + 1)
     counts = (expert[:, None] == jnp.arange(experts)).sum(0)
     start = jnp.concatenate([jnp.zeros_like(counts[:1]), jnp.cumsum(counts)]).astype(jnp.int32)
     return _Runs(slot, jnp.argsort(slot).astype(jnp.int32).reshape(routes.shape), start)
@@ -250,7 +310,7 @@ def _visits(routes: Array, experts: int, sizes: tuple[int, ...]) -> _Visits:
     order = jnp.argsort(counts).astype(jnp.int32)
     place = jnp.argsort(order).astype(jnp.int32)
     last = jnp.full_like(place[:1], experts)
-    slot = jnp.argsort(jnp.concatenate([place, last])[expert]).astype(jnp.int32)
+    slot = _order(jnp.concatenate([place, last])[expert], experts + 1)
     beyond = max(b - a for a, b in zip((0, *sizes), sizes, strict=False))
     slot = jnp.concatenate([slot, jnp.zeros_like(slot, shape=(beyond,))])
     counts = counts[order]
@@ -265,16 +325,21 @@ def _visits(routes: Array, experts: int, sizes: tuple[int, ...]) -> _Visits:
     return _Visits(slot, order, start, end, first)
 
 
-def _of(weights: Weights, experts: Array) -> Weights:
-    """The weights of two experts."""
-    return tuple(jnp.stack([weight[e] for e in experts]) for weight in weights)
+def _of(stacks: Weights, layer: Array, experts: Array) -> Weights:
+    """The weights of two experts of a layer."""
+
+    def one(stack: Array, expert: Array) -> Array:
+        at = (layer, expert, 0, 0)
+        return jax.lax.dynamic_slice(stack, at, (1, 1, *stack.shape[2:]))[0, 0]
+
+    return tuple(jnp.stack([one(stack, e) for e in experts]) for stack in stacks)
 
 
-def _put(weights: Array, experts: Array, own: Array) -> Array:
-    """The weights with those of two experts replaced, the second last."""
+def _put(stack: Array, layer: Array, experts: Array, own: Array) -> Array:
+    """The stack with those of two experts of a layer replaced, the second last."""
     for e, one in zip(experts, own, strict=True):
-        weights = jax.lax.dynamic_update_index_in_dim(weights, one, e, axis=0)
-    return weights
+        stack = jax.lax.dynamic_update_slice(stack, one[None, None], (layer, e, 0, 0))
+    return stack
 
 
 def _scaled(gate: Array, up: Array, share: Array, activation: Activation) -> Array:
@@ -288,73 +353,76 @@ def _add(x: Array, index: Array, rows: Array) -> Array:
     return x.at[index.reshape(-1)].add(rows, mode="drop")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _padded(
     x: Array,
     gates: Array,
-    weights: Weights,
+    stacks: Weights,
+    layer: Array,
     visits: _Visits,
     activation: Activation,
     sizes: tuple[int, ...],
-) -> Array:
-    """The mixture by visits; float32."""
-    return _padded_forward(x, gates, weights, visits, activation, sizes, keep=False)[0]
+) -> tuple[Array, Weights]:
+    """The mixture by visits, float32, and the stacks."""
+    return _padded_forward(x, gates, stacks, layer, visits, activation, sizes, keep=False)[0]
 
 
 def _padded_forward(
     x: Array,
     gates: Array,
-    weights: Weights,
+    stacks: Weights,
+    layer: Array,
     visits: _Visits,
     activation: Activation,
     sizes: tuple[int, ...],
     keep: bool = True,
-) -> tuple[Array, Any]:
+) -> tuple[tuple[Array, Weights], Any]:
     """Keeps what the gate and up matmuls of each sorted row gave."""
-    inner = (visits.slot.size, weights[0].shape[2])
+    inner = (visits.slot.size, stacks[0].shape[-1])
     kept = tuple(visits.blank(inner, x.dtype, n) for n in (1, 2) if keep)
 
     def visit(i: Array, carry: Any, size: int) -> Any:
         made, kept = carry
         slot, token = visits.rows(i, size, gates.shape[1])
         rows, share = _fetch(x, token), _fetch(gates.reshape(-1, 1), slot)
-        own = _of(weights, visits.expert[i])
+        own = _of(stacks, layer, visits.expert[i])
         gate, up = rows @ own[0], rows @ own[1]
         out = _scaled(gate, up, share, activation) @ own[2]
         kept = tuple(visits.put(a, i, b) for a, b in zip(kept, (gate, up), strict=keep))
         return _add(made, token, out), kept
 
     made, kept = visits.all(sizes, visit, (visits.blank(x.shape, jnp.float32, 3), kept))
-    return made, (x, gates, weights, visits, kept)
+    return (made, stacks), (x, gates, stacks, layer, visits, kept)
 
 
 def _padded_backward(
-    activation: Activation, sizes: tuple[int, ...], saved: Any, g: Array
+    activation: Activation, sizes: tuple[int, ...], saved: Any, cotangents: tuple[Array, Weights]
 ) -> tuple[Any, ...]:
-    x, gates, weights, visits, kept = saved
+    """By the stacks: what came from later layers, this layer's part replaced."""
+    x, gates, stacks, layer, visits, kept = saved
+    g, d_stacks = cotangents
     g = g.astype(x.dtype)
     scaled = functools.partial(_scaled, activation=activation)
 
     def visit(i: Array, grads: Any, size: int) -> Any:
-        d_x, d_gates, d_weights = grads
+        d_x, d_gates, d_stacks = grads
         slot, token = visits.rows(i, size, gates.shape[1])
         rows, share = _fetch(x, token), _fetch(gates.reshape(-1, 1), slot)
-        own = _of(weights, visits.expert[i])
+        own = _of(stacks, layer, visits.expert[i])
         gate, up = (visits.runs(a, i, size) for a in kept)
         d_out = _fetch(g, token)  # 0 in padding, and so are all gradients by its rows
         inner, pull = jax.vjp(scaled, gate, up, share)
         d_gate, d_up, d_share = pull(d_out @ own[2].mT)
         d_rows = d_gate @ own[0].mT + d_up @ own[1].mT
         made = (rows.mT @ d_gate, rows.mT @ d_up, inner.mT @ d_out)
-        put = functools.partial(_put, experts=visits.expert[i])
-        d_weights = tuple(put(a, own=b) for a, b in zip(d_weights, made, strict=True))
-        return _add(d_x, token, d_rows), _add(d_gates, slot, d_share), d_weights
+        put = functools.partial(_put, layer=layer, experts=visits.expert[i])
+        d_stacks = tuple(put(a, own=b) for a, b in zip(d_stacks, made, strict=True))
+        return _add(d_x, token, d_rows), _add(d_gates, slot, d_share), d_stacks
 
     blank = visits.blank
-    none = tuple(blank(weight.shape, weight.dtype, n) for n, weight in enumerate(weights, 1))
-    begin = (blank(x.shape, jnp.float32, 4), blank((gates.size, 1), jnp.float32, 5), none)
-    d_x, d_gates, d_weights = visits.all(sizes, visit, begin)
-    return d_x.astype(x.dtype), d_gates.reshape(gates.shape), d_weights, None
+    begin = (blank(x.shape, jnp.float32, 4), blank((gates.size, 1), jnp.float32, 5), d_stacks)
+    d_x, d_gates, d_stacks = visits.all(sizes, visit, begin)
+    return d_x.astype(x.dtype), d_gates.reshape(gates.shape), d_stacks, None, None
 
 
 _padded.defvjp(_padded_forward, _padded_backward)

@@ -29,6 +29,7 @@ Remember = Callable[[Array, Array], tuple[Array, Array]]
 
 # (x [token embed], routes, gates, gate, up, down, *, activation) -> [token embed]
 Mixture = Callable[..., Array]
+EXPERTS = ("gate", "up", "down")  # parameters of Experts that a mixture is given
 
 # Queries of a causal block: at least so many, and no more blocks than that, as each is compiled.
 CAUSAL_BLOCK, CAUSAL_BLOCKS = 64, 8
@@ -422,8 +423,7 @@ class Experts(nnx.Module):
         if guide.recorded is not None:
             used = jnp.where(counted & (guide.recorded >= 0), guide.recorded, chosen)
             gates = self.router.gates(logits, used)
-        weights = (self.gate[...], self.up[...], self.down[...])
-        weights = (weight.astype(x.dtype) for weight in weights)
+        weights = (getattr(self, name)[...].astype(x.dtype) for name in EXPERTS)
         made = mix(x, used, gates, *weights, activation=self.activation)
         if self.shared is not None:
             made = made + self.shared(x)

@@ -22,7 +22,7 @@ from jaxrl.batch import Batch
 from jaxrl.mesh import Rules, over_rows, require_divisible, spec, ways
 from jaxrl.model import adapters, attention, chunks, novelty, tokamax_kernels, transformer
 from jaxrl.model.chunks import Piece, Read
-from jaxrl.model.experts import matmul_for, mixture, sharded_mixture
+from jaxrl.model.experts import Visiting, matmul_for, mixture, sharded_mixture
 from jaxrl.model.form import DTYPES, ModelConfig
 from jaxrl.model.layers import Mixture, Routing
 from jaxrl.model.sharing import Bins, PackedRows, PlainRows, rows_of
@@ -131,7 +131,8 @@ class Policy:
         devices = jax.devices() if self.mesh is None else self.mesh.devices.flat
         matmul = matmul_for(self.config.kernels, devices[0].platform)
         if self.mesh is None or self.mesh.size == 1:
-            return functools.partial(mixture, matmul=matmul)
+            padded = matmul == "padded"
+            return Visiting() if padded else functools.partial(mixture, matmul=matmul)
         return sharded_mixture(self.mesh, self.rules, matmul=matmul)
 
     def init(self, key: Array) -> dict[str, Array]:

@@ -24,8 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.model import novelty
 from jaxrl.model.attention import Fused
+from jaxrl.model.experts import Visiting
 from jaxrl.model.form import DTYPES, REMAT, ModelConfig, stacks
 from jaxrl.model.layers import (
+    EXPERTS,
     Block,
     Guide,
     Linear,
@@ -196,16 +198,19 @@ class Decoder(nnx.Module):
         counted = segment > 0
         x, noted, routings = constrain(self.embed(tokens)), [], []
         for run in runs(self.config):
-            body, xs = self._body(run, sights, counted, guidance, mix, remember)
+            body, xs = self._body(run, sights, counted, guidance, remember)
 
-            def step(x: Array, layer: Any, body: Any = body) -> tuple[Array, Any]:
-                x, routing = body(x, layer)
+            def step(x: Array, layer: Any, mix: Any = mix, body: Any = body) -> tuple[Array, Any]:
+                x, routing = body(x, layer, mix)
                 x = constrain(x)
                 return x, (note(x), routing)
 
             few = self.config.layers <= UNROLLED_LAYERS
-            unroll = len(run.layers) if few else 1
-            x, (told, routing) = jax.lax.scan(self._kept(step), x, xs, unroll=unroll)
+            if few and run.sparse is not None and isinstance(mix, Visiting):
+                x, (told, routing) = self._visit(step, mix, x, xs)
+            else:
+                unroll = len(run.layers) if few else 1
+                x, (told, routing) = jax.lax.scan(self._kept(step), x, xs, unroll=unroll)
             noted.append(told)
             routings += [] if routing is None else [routing]
         together = jax.tree.map(lambda *parts: jnp.concatenate(parts), *noted)
@@ -214,6 +219,35 @@ class Decoder(nnx.Module):
         chosen = jnp.concatenate([routing.chosen for routing in routings])
         balance = jnp.concatenate([routing.balance for routing in routings]).mean(0)
         return x, together, Routing(jnp.moveaxis(chosen, 0, 2), balance)
+
+    def _visit(self, step: Any, mix: Visiting, x: Array, xs: Any) -> tuple[Array, Any]:
+        """``jax.lax.scan`` over layers with experts, whose weights stay in their stacks: these are
+        handed from layer to layer (``Visiting.within``), in place of a layer's own part."""
+        params, *others = xs
+        stacks = tuple(params["mlp"][name][...].astype(x.dtype) for name in EXPERTS)
+        parts = {("mlp", name) for name in EXPERTS}
+
+        def constant(path: Any, leaf: Array) -> Array:
+            own = tuple(getattr(key, "key", None) for key in path[:2]) in parts
+            return jax.lax.stop_gradient(leaf) if own else leaf
+
+        xs = (jax.tree_util.tree_map_with_path(constant, params), *others)
+        told = []
+        for i in range(stacks[0].shape[0]):
+
+            def one(x: Array, stacks: Any, layer: Any, i: int = i) -> tuple[Array, Any, Any]:
+                def within(x: Array, routes: Array, gates: Array, *_: Array, **how: Any) -> Array:
+                    nonlocal stacks
+                    made, stacks = mix.within(x, routes, gates, stacks, i, **how)
+                    return made
+
+                x, noted = step(x, layer, within)
+                return x, stacks, noted
+
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], xs)
+            x, stacks, noted = self._kept(one)(x, stacks, layer)
+            told.append(noted)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *told)
 
     def _kept(self, step: Any) -> Any:
         """The step of the scan, with what the backward pass computes again."""
@@ -232,7 +266,6 @@ class Decoder(nnx.Module):
         sights: tuple[Sight, Sight],
         counted: Array,
         guidance: Guidance,
-        mix: Any,
         remember: Remember,
     ) -> tuple[Any, Any]:
         """What one layer of a run does, and what each of them is given."""
@@ -249,7 +282,7 @@ class Decoder(nnx.Module):
                 recorded = jnp.moveaxis(guidance.recorded, 2, 0)[told]
             share = None if guidance.share is None else guidance.share[told]
 
-        def body(x: Array, layer: Any) -> tuple[Array, Routing | None]:
+        def body(x: Array, layer: Any, mix: Any) -> tuple[Array, Routing | None]:
             params, local, recorded, share = layer
             everywhere, near = sights
             here = everywhere.or_local(near, local) if mixed else sights[flags[0]]

@@ -9,7 +9,14 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxrl.mesh import Rules, make_mesh, spec
-from jaxrl.model.experts import matmul_for, mixture, sharded_mixture, visit_sizes
+from jaxrl.model.experts import (
+    Visiting,
+    _order,
+    matmul_for,
+    mixture,
+    sharded_mixture,
+    visit_sizes,
+)
 
 TOKENS, CHOICES, EXPERTS, WIDTH, HIDDEN = 64, 2, 8, 12, 6
 UNUSED = 5  # no token goes to this expert
@@ -159,9 +166,46 @@ def test_a_token_may_name_an_expert_twice():
     same([*found[:2], found[2][:, :1], *found[3:]], [*wanted[:2], wanted[2][:, :1], *wanted[3:]])
 
 
+@pytest.mark.parametrize("routing", ["uneven", "nobody"])
+def test_a_layer_within_a_stack_is_that_layer(routing):
+    """Three layers of a stack of four, out of order: what they give, and one gradient by the
+    stack, of which the layer that was not visited has 0."""
+    x, gates, *weights = arrays()
+    stacks = tuple(np.stack([weight * k for k in (1, -0.9, 0.8, 0.7)]) for weight in weights)
+    routes, order = ROUTINGS[routing], (2, 0, 3)
+    mix = Visiting()
+
+    def within(x, gates, stacks):
+        for layer in order:
+            made, stacks = mix.within(x, routes, gates, stacks, layer, activation=gelu)
+            x = x + jnp.tanh(made)
+        return (x**2).mean(), x
+
+    def apart(x, gates, stacks):
+        for layer in order:
+            own = (stack[layer] for stack in stacks)
+            x = x + jnp.tanh(loop(x, routes, gates, *own, activation=gelu))
+        return (x**2).mean(), x
+
+    found, wanted = (
+        jax.jit(jax.grad(form, (0, 1, 2), has_aux=True))(x, gates, stacks)
+        for form in (within, apart)
+    )
+    assert not np.asarray(found[0][2][0][1]).any()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("count", [7, 2**31])
+def test_an_order_of_small_numbers_is_that_of_argsort(count):
+    """Also where number and place do not fit one integer."""
+    keys = np.random.default_rng(0).integers(0, 7, 100)
+    np.testing.assert_array_equal(_order(jnp.asarray(keys), count), np.argsort(keys, stable=True))
+
+
 def test_sizes_of_runs():
     """From a quarter of a mean run of 128 to all 512 tokens, and to all routes; a few tokens."""
-    assert visit_sizes(512, 4, 128) == (32, 80, 128, 144, 192, 288, 432, 512, 2048)
+    sizes = (32, 64, 96, 128, 144, 160, 192, 224, 256, 384, 512, 2048)
+    assert visit_sizes(512, 4, 128) == sizes
     assert visit_sizes(64, 2, 16) == (16, 32, 48, 64, 128)
     assert visit_sizes(1, 2, 0.25) == (1, 2)
     for tokens, choices, mean in ((7, 3, 0.1), (1000, 1, 31.25), (64, 2, 0.0)):

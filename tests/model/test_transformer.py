@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from jaxrl.model import form, transformer
+from jaxrl.model.experts import Visiting
 from jaxrl.model.layers import attend
 from jaxrl.model.policy import build
 from jaxrl.model.transformer import bind
+from tests.model.forms import experts
 from tests.model.tiny import CONFIG, MESHES, numpy_logits, policy_on, seeded
 
 
@@ -77,6 +79,36 @@ def test_every_parameter_has_logical_axes_and_a_name():
     assert policy.shapes[name].shape == (2, 16, 4, 8)
     for name, axes in policy.axes.items():
         assert len(axes) == len(policy.shapes[name].shape), name
+
+
+@pytest.mark.parametrize("remat", form.REMAT)
+@pytest.mark.parametrize("dense_layers", [(), (1,)], ids=str)
+def test_weights_of_experts_that_stay_in_their_stacks_change_nothing(
+    remat, dense_layers, monkeypatch
+):
+    """A shallow stack's experts are visited where they lie; with a dense layer between them in two
+    pieces of one stack."""
+    shape = {"experts": experts(dense_layers=dense_layers), "layers": 4, "remat": remat}
+    policy, params = seeded(**shape)
+    tokens = (3, 1, 4, 1, 5, 2)
+    asked = []
+    within = Visiting.within
+    monkeypatch.setattr(
+        Visiting, "within", lambda *given, **how: asked.append(given[5]) or within(*given, **how)
+    )
+
+    def value():
+        loss = lambda p: (logits_of(policy, p, tokens) ** 2).mean()  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    found, layers = value(), set(asked)
+    assert layers == set(range(4) if not dense_layers else range(2))
+    jax.clear_caches()  # the constant below is read when tracing
+    monkeypatch.setattr(transformer, "UNROLLED_LAYERS", 0)
+    asked.clear()
+    right = value()
+    assert not asked
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, right)
 
 
 @pytest.mark.parametrize("remat", form.REMAT)
