@@ -29,7 +29,7 @@ last 10 of 100 takes; the warm start had held-out avg@4 67.9, 65.2 and 72.2 %):
 
 Routers that learn faster lose balance and task, in each seed, and following the recorded routes
 does not save them. With the warm start's routers put back the policies of the first row have 61.4,
-57.8 and RESTORED2 %: of what was lost SHARES % was the routers'. At the model's own rate a frozen
+57.8 and 58.0 %: of what was lost 60, 69 and 62 % was the routers'. At the model's own rate a frozen
 router is no better than a free one (68.5 and 68.6 % in the mean, the warm start 68.4): neither
 loses its balance, and frozen ones still choose anew at 1.4 % of the places as the states before
 them move (free 1.4 %). Following the recorded routes is better in each seed, free or frozen (71.2

@@ -115,18 +115,12 @@ class Visiting:
         layers as one array for all of them, into which each writes its own; by stacks that another
         layer was given too, it would be an array of zeros for each, and their sum.
         """
-        flat_x, flat_routes, flat_gates = _flat(x, routes, gates)
-        experts = stacks[0].shape[1]
-        sizes = visit_sizes(*flat_routes.shape, routes.size / experts)
-        made, stacks = _padded(
-            flat_x,
-            flat_gates.astype(jnp.float32),
-            stacks,
-            jnp.int32(layer),
-            _visits(flat_routes, experts, sizes),
-            activation,
-            sizes,
-        )
+        flat, where, shares = _flat(x, routes, gates)
+        experts, shares = stacks[0].shape[1], shares.astype(jnp.float32)
+        sizes = visit_sizes(where.shape[0], where.shape[1], where.size / experts)
+        visits, place = _visits(where, experts, sizes), jnp.int32(layer)
+        visited: Any = _padded(flat, shares, stacks, place, visits, activation, sizes)
+        made, stacks = visited
         return made.reshape(x.shape).astype(x.dtype), stacks
 
 
@@ -152,7 +146,8 @@ def _mixture(
         sizes = visit_sizes(routes.shape[0], routes.shape[1], expected / experts)
         stacks = tuple(weight[None] for weight in weights)
         visits = _visits(routes, experts, sizes)
-        made: Any = _padded(x, gates, stacks, jnp.int32(0), visits, activation, sizes)[0]
+        visited: Any = _padded(x, gates, stacks, jnp.int32(0), visits, activation, sizes)
+        made = visited[0]
     else:
         runs = _sorted(routes, experts)
         slot = jnp.where(jnp.arange(routes.size) < runs.start[-1], runs.slot, -1)

@@ -172,7 +172,7 @@ def test_a_layer_within_a_stack_is_that_layer(routing):
     stack, of which the layer that was not visited has 0."""
     x, gates, *weights = arrays()
     stacks = tuple(np.stack([weight * k for k in (1, -0.9, 0.8, 0.7)]) for weight in weights)
-    routes, order = ROUTINGS[routing], (2, 0, 3)
+    routes, order = jnp.asarray(ROUTINGS[routing]), (2, 0, 3)
     mix = Visiting()
 
     def within(x, gates, stacks):

@@ -234,7 +234,7 @@ def told_and_true(tx, grads, params, state) -> tuple[Any, Any]:
     """What ``preview`` says of an update, and what it was: norm of changes, share that moved."""
     told = preview(tx, grads, state, params, optax.tree.norm(grads))
     changes, _ = tx.update(grads, state, params)
-    new = optax.apply_updates(params, changes)
+    new: Any = optax.apply_updates(params, changes)
     moved = sum(float((new[n] != x).sum()) for n, x in params.items())
     return told, (optax.tree.norm(changes), moved / sum(x.size for x in params.values()))
 
@@ -287,7 +287,7 @@ def test_a_preview_reads_no_other_device_s_parameters():
     params = {name: whole(name) for name in shapes}
     state = jax.tree_util.tree_map_with_path(laid, jax.eval_shape(tx.init, params))
     seen = jax.jit(lambda g, s, p: preview(tx, g, s, p, jnp.float32(1)))
-    text = seen.lower(params, state, params).compile().as_text()
+    text = str(seen.lower(params, state, params).compile().as_text())
     assert "all-reduce" in text
     for moved in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert moved not in text
