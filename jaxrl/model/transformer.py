@@ -225,11 +225,11 @@ class Decoder(nnx.Module):
         handed from layer to layer (``Visiting.within``), in place of a layer's own part."""
         params, *others = xs
         stacks = tuple(params["mlp"][name][...].astype(x.dtype) for name in EXPERTS)
-        parts = {("mlp", name) for name in EXPERTS}
+        key = jax.tree_util.DictKey
+        handed = {(key("mlp"), key(name)) for name in EXPERTS}
 
         def constant(path: Any, leaf: Array) -> Array:
-            own = tuple(getattr(key, "key", None) for key in path[:2]) in parts
-            return jax.lax.stop_gradient(leaf) if own else leaf
+            return jax.lax.stop_gradient(leaf) if path[:2] in handed else leaf
 
         xs = (jax.tree_util.tree_map_with_path(constant, params), *others)
         told = []

@@ -256,19 +256,20 @@ def preview(
 
     A share near 0 says that steps are below half a unit in the last place: masters too narrow.
     Looked at beforehand and in part because of XLA:CPU, whose kernels write one array: it writes
-    all changes down to sum them, and copies all parameters to compare them later. With AdamW on
-    12.6 M parameters (two cores) the update took 37 ms so, 12 ms as it is, 9.5 ms unseen.
+    all changes down to sum them, and copies all parameters to compare them later. On two cores that
+    took a tenth of a step of experts (``experiments.bench.experts --step``).
     """
     few, few_grads, few_state = (jax.tree.map(_some, tree) for tree in (params, grads, state))
-    changes, _ = optax.with_extra_args_support(tx).update(few_grads, few_state, few, norm=norm)
-    after = optax.apply_updates(few, changes)
+    whole_tx = optax.with_extra_args_support(tx)
+    changes: Any = whole_tx.update(few_grads, few_state, few, norm=norm)[0]
+    after: Any = optax.apply_updates(few, changes)
     square, moved = jnp.zeros(()), jnp.zeros(())
     for name, whole in params.items():
-        change, shown = _flat(changes)[name].astype(jnp.float32), few[name]
+        change, shown = changes[name].astype(jnp.float32), few[name]
         stands = whole.size / shown.size
         square += stands * (change * change).sum()
         # In float32: there are more parameters than an int32 counts.
-        moved += stands * (_flat(after)[name] != shown).sum(dtype=jnp.float32)
+        moved += stands * (after[name] != shown).sum(dtype=jnp.float32)
     return jnp.sqrt(square), moved / float(sum(x.size for x in params.values()))
 
 
@@ -281,11 +282,6 @@ def _some(x: jax.Array) -> jax.Array:
     axis = max(range(x.ndim - 1), key=lambda i: x.shape[i])
     every = math.gcd(x.shape[axis], SKIPPED)
     return jax.lax.slice_in_dim(x, every // 2, None, every, axis)
-
-
-def _flat(tree: Any) -> Mapping[str, jax.Array]:
-    assert isinstance(tree, Mapping)
-    return tree
 
 
 def freezing(config: OptimizerConfig, names: Iterable[str]) -> tuple[str, ...]:
