@@ -77,6 +77,17 @@ def _mean_banded(logp: jax.Array, x: Arrays) -> jax.Array:
     return clipped(logp, x) * ((rho >= 0.5) & (rho <= 2))
 
 
+def _with_kl(logp: jax.Array, x: Arrays, advantage: jax.Array) -> jax.Array:
+    given = (x["old"], x["sampler"], advantage, x["rollout"], x["mask"])
+    return trusted_surrogate(logp, *given, trust=trust())[0] + 0.04 * divergences.k3(logp, x["ref"])
+
+
+def _with_kl_by_hand(logp: jax.Array, x: Arrays, advantage: jax.Array) -> jax.Array:
+    gap = x["ref"] - logp
+    each = _clip(jnp.exp(logp - x["old"]), advantage) + 0.04 * (jnp.exp(gap) - 1 - gap)
+    return (each * x["mask"]).sum(-1, keepdims=True) / x["mask"].sum(-1, keepdims=True)
+
+
 def _masked(logp: jax.Array, x: Arrays) -> jax.Array:
     rollout, given = x["rollout"], (x["old"], x["advantage"])
     kept = ratios.rollout_mask(logp, *given, rollout, x["mask"], limit=0.1)
@@ -148,6 +159,14 @@ def losses() -> dict[str, tuple[Loss, Loss]]:
             lambda p, x: clipped(p, x) * jnp.minimum(jnp.exp(_gap(x, x["old"], x["sampler"])), 2.0),
         ),
         "geometric rejection": (_trusted(trust(**MEAN_BAND)), _mean_banded),
+        "grpo": (
+            lambda p, x: _with_kl(p, x, x["advantage"]),
+            lambda p, x: _with_kl_by_hand(p, x, x["advantage"]),
+        ),
+        "grpo, one advantage a rollout": (
+            lambda p, x: _with_kl(p, x, x["advantage"][:, :1]),
+            lambda p, x: _with_kl_by_hand(p, x, x["advantage"][:, :1]),
+        ),
         "sequence masking": (_masked, _masked_by_hand),
         "gspo": (_gspo, _gspo_by_hand),
         "gspo, one advantage a rollout": (_gspo, _gspo_by_rollout),
@@ -318,8 +337,18 @@ def _of_teachers() -> dict[str, tuple[Signal, Signal]]:
 
 def signals(size: int) -> dict[str, tuple[Signal, Signal]]:
     """Operation -> (ours, by hand, which knows that groups of ``size`` lie side by side)."""
-    scaled = _by_reshaping(lambda of: _centred(of) / (of.std(1, ddof=1, keepdims=True)), size)
+
+    def relative(of: jax.Array) -> jax.Array:
+        return _centred(of) / of.std(1, ddof=1, keepdims=True)
+
+    scaled = _by_reshaping(relative, size)
+    of_rollouts = (
+        lambda x: groups.group_scale(x["reward"], x["group"], x["valid"]),
+        lambda x: relative(x["reward"].reshape(-1, size)).reshape(-1),
+    )
     return _of_teachers() | {
+        "advantage of rollouts": of_rollouts,
+        "advantage of rollouts, vectorised": of_rollouts,
         "advantage": (_of_groups(groups.group_scale), scaled),
         "advantage, vectorised": (_of_groups(groups.group_scale), scaled),
         "advantage, dr. grpo": (_of_groups(groups.group_center), _by_reshaping(_centred, size)),

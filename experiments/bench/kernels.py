@@ -82,16 +82,45 @@ def turns(runs: Mapping[str, Run], seconds: float) -> dict[str, np.ndarray]:
     return {name: np.array(ms) for name, ms in taken.items()}
 
 
-def _compiled(function: Callable[..., Any], *given: Any) -> Run:
+class _Read(dict[str, jax.Array]):
+    """Arrays, and which of them were asked for."""
+
+    def __init__(self, x: Mapping[str, jax.Array]) -> None:
+        super().__init__(x)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> jax.Array:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def _compiled(
+    function: Callable[[Mapping[str, jax.Array]], Any], x: Mapping[str, jax.Array]
+) -> Run:
+    """Called with the arrays that it reads alone: handing over the others takes time too."""
+    asked = _Read(x)
+    jax.eval_shape(lambda: function(asked))
+    given = {name: x[name] for name in sorted(asked.names)}
     ready = jax.jit(function)
-    return lambda: jax.block_until_ready(ready(*given))
+    return lambda: jax.block_until_ready(ready(given))
+
+
+def _by_logp(objective: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """Value and gradient by the log-probs among the arrays."""
+    differentiated = jax.value_and_grad(objective, **how)
+    return lambda x: differentiated(x["logp"], x)
+
+
+def _summed(loss: jax.Array, weight: jax.Array) -> jax.Array:
+    """As the step does it (train/accumulate.py: weighted_sum)."""
+    return jnp.where(weight != 0, loss * weight, 0).sum()
 
 
 def _ours(loss: bare.Loss, weight: str, x: Mapping[str, jax.Array]) -> Run:
     def objective(logp: jax.Array, x: Mapping[str, jax.Array]) -> jax.Array:
-        return (loss(logp, x) * x[weight]).sum()
+        return _summed(loss(logp, x), x[weight])
 
-    return _compiled(jax.value_and_grad(objective), x["logp"], x)
+    return _compiled(_by_logp(objective), x)
 
 
 def _bare(loss: bare.Loss, x: Mapping[str, jax.Array]) -> Run:
@@ -100,7 +129,7 @@ def _bare(loss: bare.Loss, x: Mapping[str, jax.Array]) -> Run:
         by_rollout = each.shape[1] == 1
         return each.mean() if by_rollout else (each * mask).sum() / mask.sum()
 
-    return _compiled(jax.value_and_grad(objective), x["logp"], x)
+    return _compiled(_by_logp(objective), x)
 
 
 def _curves(how: Trust, x: Mapping[str, jax.Array]) -> Run:
@@ -109,9 +138,9 @@ def _curves(how: Trust, x: Mapping[str, jax.Array]) -> Run:
         each, diagnostics = trusted_surrogate(logp, *given, trust=how)
         weight = x["by_token"]
         told = {name: (weight * value).sum() for name, value in diagnostics.items()}
-        return (each * weight).sum(), jax.lax.stop_gradient(told)
+        return _summed(each, weight), jax.lax.stop_gradient(told)
 
-    return _compiled(jax.value_and_grad(objective, has_aux=True), x["logp"], x)
+    return _compiled(_by_logp(objective, has_aux=True), x)
 
 
 def operations(x: Mapping[str, jax.Array]) -> dict[str, dict[str, Run]]:
@@ -119,7 +148,7 @@ def operations(x: Mapping[str, jax.Array]) -> dict[str, dict[str, Run]]:
     size = int((x["group"] == x["group"][0]).sum())
     table = {}
     for name, pair in bare.losses().items():
-        weight = "by_rollout" if name.startswith("gspo") else "by_token"
+        weight = "by_rollout" if name.startswith(("gspo", "grpo")) else "by_token"
         table[name] = {"ours": _ours(pair[0], weight, x), "bare": _bare(pair[1], x)}
     for name, pair in bare.signals(size).items():
         table[name] = {"ours": _compiled(pair[0], x), "bare": _compiled(pair[1], x)}
@@ -155,10 +184,13 @@ def verl(given: Mapping[str, np.ndarray]) -> dict[str, Run]:
     t = {name: torch.from_numpy(np.array(value)) for name, value in given.items()}
     mask, logp = t["mask"].float(), t["logp"].requires_grad_()
     advantage = t["advantage"]
-    scores = torch.zeros(mask.shape)
-    scores[:, 0] = t["reward"]
 
-    def policy(name: str, low: float, high: float, dual: float, how: str, tis: bool) -> Run:
+    def distance(how: str) -> Any:
+        return core.agg_loss(core.kl_penalty(logp, t["ref"], "low_var_kl"), mask, how)
+
+    def policy(
+        name: str, low: float, high: float, dual: float, how: str, tis: bool, kl: float = 0
+    ) -> Run:
         numbers = actor(
             strategy="fsdp",
             clip_ratio=low,
@@ -176,7 +208,8 @@ def verl(given: Mapping[str, np.ndarray]) -> dict[str, Run]:
                     t["old"] - t["sampler"], mask, "token", 2.0
                 )
             arguments = (t["old"], logp, advantage, mask, how, numbers, weight)
-            core.get_policy_loss_fn(name)(*arguments)[0].backward()
+            term = core.get_policy_loss_fn(name)(*arguments)[0]
+            (term + kl * distance(how) if kl else term).backward()
 
         return run
 
@@ -187,27 +220,40 @@ def verl(given: Mapping[str, np.ndarray]) -> dict[str, Run]:
 
         return run
 
-    def credit(estimate: Callable[..., Any]) -> Run:
-        return lambda: estimate(scores.clone(), mask, given["group"])
-
     mean, rollouts = "token-mean", "seq-mean-token-mean"
-    k3 = with_gradient(
-        lambda: core.agg_loss(core.kl_penalty(logp, t["ref"], "low_var_kl"), mask, mean)
-    )
+    grpo = policy("vanilla", 0.2, 0.2, 1e9, rollouts, False, 0.04)
     value = with_gradient(lambda: core.compute_value_loss(logp, t["ref"], t["old"], mask, 0.2)[0])
     return {
         "clipped surrogate": policy("vanilla", 0.2, 0.2, 1e9, mean, False),
         "dual clip, tis": policy("vanilla", 0.2, 0.28, 3.0, mean, True),
         "gspo": policy("gspo", 3e-4, 4e-4, 1e9, rollouts, False),
         "cispo": policy("cispo", 0.9999, 0.2, 1e9, mean, False),
-        "k3": k3,
+        "grpo": grpo,
+        "grpo, one advantage a rollout": grpo,
+        "k3": with_gradient(lambda: distance(mean)),
         "clipped value": value,
-        "advantage": credit(core.compute_grpo_outcome_advantage),
-        "advantage, vectorised": credit(core.compute_grpo_vectorized_outcome_advantage),
+        **_verl_advantages(core, t["reward"], t["old"], mask, given["group"]),
+    }
+
+
+def _verl_advantages(
+    core: Any, reward: Any, value: Any, mask: Any, group: np.ndarray
+) -> dict[str, Run]:
+    scores = mask.new_zeros(mask.shape)
+    scores[:, 0] = reward
+
+    def credit(estimate: Callable[..., Any]) -> Run:
+        return lambda: estimate(scores.clone(), mask, group)
+
+    by_group = credit(core.compute_grpo_outcome_advantage)
+    vectorised = credit(core.compute_grpo_vectorized_outcome_advantage)
+    return {
+        "advantage": by_group,
+        "advantage, vectorised": vectorised,
+        "advantage of rollouts": by_group,
+        "advantage of rollouts, vectorised": vectorised,
         "advantage, rloo": credit(core.compute_rloo_outcome_advantage),
-        "gae, whitened": lambda: core.compute_gae_advantage_return(
-            scores, t["old"], mask, 0.99, 0.95
-        ),
+        "gae, whitened": lambda: core.compute_gae_advantage_return(scores, value, mask, 0.99, 0.95),
     }
 
 

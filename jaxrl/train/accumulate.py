@@ -1,6 +1,6 @@
 """Cutting a take into micro-batches, scoring them one after another, and ADDING what they give.
 
-The one reduction is here: ``(token_loss * weight).sum()``. Weights carry the denominators of the
+The one reduction is here: ``weighted_sum`` of token losses. Weights carry the denominators of the
 whole update, so that losses, gradients and diagnostics of micro-batches are added, never averaged.
 """
 
@@ -58,6 +58,18 @@ class Tally:
     def only_if(self, counts: Array) -> "Tally":
         """The same, or one of nothing."""
         return jax.tree.map(lambda x, none: jnp.where(counts, x, none), self, nothing(self))
+
+
+def weighted_sum(
+    token_loss: Float[Array, "row token"], weight: Float[Array, "row token"]
+) -> Float[Array, ""]:
+    """sum of weight times loss over what has a weight other than 0; elsewhere the loss may be
+    anything, and its gradient is 0.
+
+    Selected after the product: XLA:CPU then writes down the product alone, where it would write
+    down each factor of a product that is summed as it is.
+    """
+    return jnp.where(weight != 0, token_loss * weight, 0).sum()
 
 
 def nothing(like: Tally) -> Tally:
@@ -251,7 +263,7 @@ class Passes:
         if self.who == STUDENT and LOGP in reading:
             seen = {**seen, LOGP: jax.lax.stop_gradient(reading[LOGP])}
         token_loss, diagnostics = self.verbs.loss(reading, batch, observed, credit)
-        loss = objective = (token_loss * credit.weight).sum()
+        loss = objective = weighted_sum(token_loss, credit.weight)
         if balance is not None and loads is not None:
             objective = loss + balance.factor * loads.balance
         tallies = _tallies(diagnostics, batch, credit, self.spreads)
