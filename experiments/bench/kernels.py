@@ -18,22 +18,23 @@ and the ratios. All take turns in random order, so that a busy machine slows the
 the median over turns of that inside one turn, in CPU time (``process_time``: one thread, waiting
 does not count), and milliseconds are medians too. A kernel is to take at most 1.2 x bare.
 
-On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
-of its entries. With verl in the turns (47177b8, --seconds 2, verl 0.9.1, torch 2.13.0, jax 0.10.2,
-one of two cores, the other loaded) each operation is at most 1.2 x the clipped surrogate or, where
-its formula costs more than that one, 1.2 x the same formula by hand: clipped surrogate 1.19, dual
-clip with TIS 1.18, IcePop 1.15, geometric rejection 1.13, contrastive jsd 1.13, sequence masking
-1.09. Another day (964100d, the core shared with a compiler) had clipped surrogates at 1.23 to 1.32:
-nothing is in the cache any more when it is ours' turn, and ours read a weight for each token where
-the formulas by hand count a mask.
+``grpo`` is the whole loss of GRPO: clipped surrogate and k3 under one mean over rollouts, with an
+advantage at each token (as a step has it) or one number a rollout; verl's is its policy loss and
+KL term, one backward pass. Advantages are made for each token, or left as numbers of rollouts.
 
-All ten of verl's together take 13.1 x ours; what its trainer computes for GRPO with a KL term
-(advantages, dual clip with sampler correction, k3) 12.2 x, with the plain clip 11.3 x. One by one
-10 x holds for six, not for GSPO (7.8), CISPO (5.7), k3 (5.3) and vectorised advantages (3.4). The
-last cannot be had: verl's take 3.3 copies of one array (``copy``), and what has to read the mask
-and write the advantages takes .6 of one. CISPO and k3 would have to take 3.3 and 3.0 copies; to
-read and write once takes 2.5 and 2, and XLA passes over memory twice, once for the value and once
-for the gradient.
+On a CPU memory is what costs: a temporary of [1024, 2048] takes as long as an exponential of each
+of its entries. With verl in the turns (88a48a0, --seconds 2, verl 0.9.1, torch 2.13.0, jax 0.10.2,
+one of two cores, the other idle) GRPO's loss as a whole takes verl 11.8 x as long, 13.3 x with one
+advantage a rollout, and its advantages 59 x by group, which is verl's default. Each operation takes
+at most 1.2 x the clipped surrogate or the same formula by hand: grpo 1.17 and 1.16, contrastive jsd
+1.17, segments 1.09, all others below 1.
+
+All ten of verl's single functions together take 13.5 x ours; one by one seven take 10 x or more,
+not CISPO (5.3), k3 (4.4) and vectorised advantages (3.5; 8.5 as numbers of rollouts, where most of
+our .29 ms is the call). The last cannot be had: verl's take 3.3 copies of one array (``copy``), and
+what has to read the mask and write the advantages takes .6 of one. CISPO and k3 would have to take
+3.2 and 3.0 copies; to read and write once takes 2.5 and 2, and XLA passes over memory twice, once
+for the value and once for the gradient.
 """
 
 import argparse

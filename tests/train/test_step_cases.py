@@ -4,12 +4,14 @@ import dataclasses
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxrl.algorithms.contract import everyone, load, names
 from jaxrl.pool.rollout import ACTION, FEEDBACK, PROMPT
+from jaxrl.train.accumulate import weighted_sum
 from tests.train.test_step import GRPO, assert_same, run, trained
 from tests.train.toy import Bigram, batch_of, group, rollout, state_of, step_of
 
@@ -32,6 +34,14 @@ def is_told_nothing_else(name):
 def table(params):
     """[before token] log-prob of a token after the one before it."""
     return np.asarray(jax.nn.log_softmax(params["embed"] * params["scale"] @ params["head"]))
+
+
+def test_a_loss_that_has_no_weight_may_be_anything():
+    loss = jnp.array([[1.0, np.nan], [np.inf, -3.0]])
+    weight = jnp.array([[2.0, 0.0], [0.0, -0.5]])
+    value, slope = jax.value_and_grad(weighted_sum)(loss, weight)
+    assert value == 1 * 2 + -3 * -0.5
+    np.testing.assert_array_equal(slope, weight)
 
 
 def test_case_1_the_mask_moves_with_its_tokens():
