@@ -33,7 +33,7 @@ from jaxrl.model.tokamax_kernels import LANES, grouped_product, grouped_product_
 MATMULS = ("padded", "ragged", "tokamax", "tokamax_twin")
 EXCHANGES = ("auto", "dense", "ragged")
 # Sizes of padded runs, in mean runs: dense where an even load lies, few as each is compiled apart.
-SIZES = (0.25, 0.5, 0.75, 1, 1.125, 1.25, 1.5, 1.75, 2)
+SIZES = (0.25, 0.5, 0.75, 0.875, 1, 1.125, 1.25, 1.375, 1.5, 1.75, 2)
 GROWTH = 1.5  # from the last of them to the longest run that there is
 QUANTUM = 16  # sizes are multiples of so many rows
 

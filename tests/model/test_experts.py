@@ -204,7 +204,7 @@ def test_an_order_of_small_numbers_is_that_of_argsort(count):
 
 def test_sizes_of_runs():
     """From a quarter of a mean run of 128 to all 512 tokens, and to all routes; a few tokens."""
-    sizes = (32, 64, 96, 128, 144, 160, 192, 224, 256, 384, 512, 2048)
+    sizes = (32, 64, 96, 112, 128, 144, 160, 176, 192, 224, 256, 384, 512, 2048)
     assert visit_sizes(512, 4, 128) == sizes
     assert visit_sizes(64, 2, 16) == (16, 32, 48, 64, 128)
     assert visit_sizes(1, 2, 0.25) == (1, 2)
