@@ -4,8 +4,8 @@ Look at: router/cv, router/cold (loads), router/drift, distance_kernel, sampler/
 avg@4 at the end.
 Expect: less drift than under GRPO at the same rate, as GVPO is held by its anchor; the rest alike:
 frozen routers keep their loads, 30 times faster ones lose them.
-Result so far, seeds 0, 1, 2: with free routers avg@4 65.8, 67.0, 68.6 (start 67.9, 65.2, 72.2),
-CV of the loads .99, .98, 1.02. The other arms are open.
+Result: in part. Free routers, seeds 0, 1, 2: avg@4 65.8, 67.0, 68.6 (start 67.9, 65.2, 72.2), CV of
+the loads .99, .98, 1.02. The other arms are open.
 """
 
 BASE = "configs/router_gvpo.py"
