@@ -83,9 +83,11 @@ def _flaw(mark: Mark) -> str:
         if isinstance(fact, np.ndarray):
             if fact.ndim != 1 or fact.dtype.kind not in "biuf":
                 return f"the verifier's {name!r} is {fact.dtype}{list(fact.shape)}, not a column"
+            if not np.isfinite(fact).all():
+                return f"the verifier's {name!r} has a number that is not finite"
             continue
         try:
             json.dumps(_plain(fact), allow_nan=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             return f"the verifier's {name!r} cannot be recorded: {error}"
     return ""

@@ -39,6 +39,7 @@ Agent = Callable[[str, str, Question], Any]
 
 PATIENCE_S = 120.0  # how long a gateway that does not answer is asked again
 IDLE_S = 5.0  # how long a gateway that has no work is waited for, at each request
+UNSAYABLE = 422  # the status of what was never sent, as JSON has no form for it
 BEATS = 3  # heartbeats in the time of a lease
 
 
@@ -80,13 +81,16 @@ class Work:
 
     def ask(self, verb: str, body: Mapping[str, Any] | None = None) -> Any:
         """A work call's JSON, asked again with growing pauses while the gateway is away or busy.
-        GatewayLost after that, Refused where asking again is no use."""
+        GatewayLost after that, Refused where asking again is no use, UNSAYABLE for a body that JSON
+        has no form for."""
         until, pause, again = time.monotonic() + self._patience_s, 0.05, False
         while True:
+            try:  # escaped: what verifiers say may be no text
+                told = None if body is None else compact({**body, "again": again})
+            except (TypeError, ValueError) as error:
+                raise Refused(UNSAYABLE, f"{verb}: {error}") from error
             try:
                 url = f"{self.url}/work/{verb}"
-                # escaped: what verifiers say may be no text
-                told = None if body is None else compact({**body, "again": again})
                 method = "GET" if body is None else "POST"
                 response = self._client.request(method, url, content=told)
                 if response.status_code == 200:
@@ -218,19 +222,24 @@ class Worker:
             status = result.get("status", 0)
             if status >= 500:
                 failed.append(_failed(seal, Failure.INFRA, result["error"]))
-            elif status in (400, 413):  # 401, 403: another attempt has won, or nobody wants it
+            elif status in (
+                400,
+                413,
+                UNSAYABLE,
+            ):  # 401, 403: another attempt has won, or nobody wants it
                 failed.append(_failed(seal, Failure.DATA, result["error"]))
         if failed:
             self._work.ask("fail", {"attempts": failed})
 
     def _sealed(self, seals: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What became of each seal; halves of them where all are too large for one request."""
+        """What became of each seal; halves of them where all are too large for one request, or one
+        is what no request can carry."""
         if not seals:
             return []
         try:
             return self._work.ask("seal", {"attempts": list(seals)})["results"]
         except Refused as refusal:
-            if refusal.status != 413:
+            if refusal.status not in (413, UNSAYABLE):
                 raise
             if len(seals) == 1:
                 return [{"error": str(refusal), "status": refusal.status}]

@@ -100,6 +100,13 @@ def scored(*scores: float, **more: Any) -> Any:
     return lambda responses: [Verdict(score, score >= 1, {}, **more) for score in scores]
 
 
+def nested(deep: int) -> Any:
+    inner: Any = 0
+    for _ in range(deep):
+        inner = [inner]
+    return inner
+
+
 @pytest.mark.parametrize(
     ("judge", "words", "failed"),
     [
@@ -111,6 +118,12 @@ def scored(*scores: float, **more: Any) -> Any:
         (scored(1.0, 0.0, facts={"wins": np.array(["a"])}), "'wins' is <U1[1], not a column", 2),
         (scored(1.0, 0.0, facts={"grade": float("inf")}), "'grade' cannot be recorded: Out", 2),
         (scored(1.0, 0.0, facts={"grade": {1, 2}}), "'grade' cannot be recorded: Object of", 2),
+        (scored(1.0, 0.0, facts={"grade": nested(5000)}), "'grade' cannot be recorded: ", 2),
+        (
+            scored(1.0, 0.0, facts={"off": np.array([1, np.nan])}),
+            "'off' has a number that is no",
+            2,
+        ),
     ],
 )
 def test_what_a_judge_fails_at_is_a_fault_of_the_data(judge, words, failed, tmp_path):

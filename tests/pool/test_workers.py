@@ -113,6 +113,23 @@ def test_what_is_no_text_does_not_lose_the_worker(place):
     assert place.sealed(1)[0].reward == 1.0
 
 
+class Unsayable(Sums):
+    """Sums of which one verdict has what no request can carry, and what ``judge`` lets through."""
+
+    def verify(self, task: Any, response: str) -> Any:
+        mark = super().verify(task, response)
+        return dataclasses.replace(mark, feedback={1} if response == "4" else "")
+
+
+def test_a_verdict_that_cannot_be_sent_fails_alone(place):
+    open_sums(place, 3, 4, 5)
+    began = time.monotonic()
+    assert worker_of(place, Unsayable(10)).once() == 3
+    assert time.monotonic() - began < 4  # it is not taken for a gateway that is away
+    assert [(void.id, void.reason) for void in place.ledger.voided(0)] == [(0, "data")]
+    assert [place.sealed(group)[0].reward for group in (1, 2)] == [1.0, 1.0]
+
+
 def test_groups_that_are_judged_together_are_sealed_without_a_reward(place):
     open_sums(place, 3)
     worker_of(place, Judged(10)).once()
