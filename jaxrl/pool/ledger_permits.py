@@ -8,7 +8,7 @@ import json
 
 from jaxrl.pool.ledger import Granted, LedgerRefusal
 from jaxrl.pool.ledger_leases import PENDING, Leases, overdue
-from jaxrl.pool.ledger_schema import LENT, LIVE, Rows, epoch_of, places_of, sealed_of
+from jaxrl.pool.ledger_schema import LENT, LIVE, Rows, epoch_of, sealed_of
 from jaxrl.pool.ledger_weights import weigh_groups, weights
 from jaxrl.pool.permits import BELIEVED_S, Permits, Used
 
@@ -74,12 +74,12 @@ class PermittedLeases(Leases):
 
         def work(db: Rows) -> None:
             self._check_mine(db)
-            groups = {row["grp"] for row in db.all(UNWEIGHED)}
+            # A seal adds up its group as well: who is second must see what the first has written.
+            of = f"SELECT grp FROM ({UNWEIGHED}) AS unweighed"
+            lock = f"SELECT id FROM rollout_groups WHERE id IN ({of}) ORDER BY id"
+            groups = {row["id"] for row in db.all(lock + self.FOR_UPDATE)}
             if not groups:
                 return
-            # A seal adds up its group as well: who is second must see what the first has written.
-            lock = f"SELECT id FROM rollout_groups WHERE id IN {places_of(groups)} ORDER BY id"
-            db.all(lock + self.FOR_UPDATE, *groups)
             rows = [row for row in db.all(UNWEIGHED) if row["grp"] in groups]
             found = weights([sealed_of(row["sealed"]) for row in rows])
             db.many(
