@@ -12,9 +12,10 @@ there is no first pass: what is observed is read in the update's own, off the sa
 Roles with an ``ema_rate`` follow the student after each update. Lessons come last: other roles that
 train on the same take, each beside the models as they were when the take began.
 
-An update without a weighted token, or with a gradient or change that is not finite, is skipped:
-parameters, moments and schedule stay as they are and a metric counts it. ``state.step`` counts
-takes and advances either way.
+An update without a weighted token, or with a gradient that is not finite, is skipped: parameters,
+moments and schedule stay as they are and a metric counts it. So is one with a change that is not
+finite among those that are looked at beforehand (``optimizer.preview``: a part of large arrays).
+``state.step`` counts takes and advances either way.
 """
 
 import dataclasses
